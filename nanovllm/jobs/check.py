@@ -8,11 +8,13 @@ import numpy as np
 from nanovllm import Preflight, PreflightSummary
 from nanovllm.jobs.errors import Errors, JobError
 from nanovllm.jobs.index import Index
+from nanovllm.jobs.options import JobOptions
 from nanovllm.jobs.plan import in_pieces
 from nanovllm.jobs.report import num_rows_in_words
 
 logger = logging.getLogger("nanovllm.jobs")
 
+_ROWS_OF_SAMPLE, _ROWS_OF_LOOK = 5000, 16
 _ROWS_OF_PIECE, _BYTES_OF_PIECE = 256, 2**24
 
 
@@ -60,6 +62,15 @@ class Checked:
         if not is_look:
             raise JobError(f"{seen}: {errors.in_words()}")
         logger.warning("%s: %s", seen, errors.in_words())
+
+
+def num_to_check(options: JobOptions, num_rows: int) -> int:
+    """How many rows of a new job are tokenized before the weights are loaded."""
+    needs_all = options.dry_run or options.on_error == "stop"
+    kind = options.preflight or ("full" if needs_all else "sample")
+    # Without a preflight, a job still checks whether any of its rows can run.
+    num_off = 0 if options.dry_run else _ROWS_OF_LOOK
+    return {"off": num_off, "sample": _ROWS_OF_SAMPLE, "full": num_rows}[kind]
 
 
 def check_rows(index: Index, preflight: Preflight, num_rows: int) -> Checked:

@@ -14,32 +14,36 @@ from nanovllm.jobs.errors import JobError, what_to_do, worded
 # Engine options that can change a completion. The others may differ when a job is resumed on another machine.
 _DECIDING = (
     "model", "revision", "tokenizer", "dtype", "load_format", "quantization", "kv_cache_dtype", "max_model_len",
-    "pooler_config", "hf_overrides",
+    "pooler_config", "hf_overrides", "deterministic",
 )  # fmt: skip
 # The format of a job's description and journal.
-VERSION = 2
+VERSION = 3
 _SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
 _NUM_SAMPLES, _BYTES_OF_SAMPLE = 64, 2**14
 _NAMES = {"model": "the model", "engine": "an engine option", "params": "a parameter"}
 
 
-def fingerprint_of_model(directory: Path) -> str:
-    """A digest of a model's configuration, tokenizer and weights. Small files are hashed whole. For a large file, only
-    the size and 64 samples are hashed, because fine-tuning changes nearly all weights."""
-    digest = xxhash.xxh3_128()
+def fingerprints_of_model(directory: Path) -> dict[str, str | None]:
+    """A digest of each file of a model's configuration, tokenizer and weights. Small files are hashed whole. For a
+    large file, only the size and 64 samples are hashed, because fine-tuning changes nearly all weights.
+
+    The value is None if there is no generation_config.json, because one that is added changes results.
+    """
+    found: dict[str, str | None] = {"generation_config.json": None}
     for path in sorted(directory.iterdir()):
         if path.suffix not in _SUFFIXES or not path.is_file():
             continue
         size = path.stat().st_size
-        digest.update(f"{path.name} {size} ".encode())
+        digest = xxhash.xxh3_128(f"{size} ".encode())
         with worded(f"{path} cannot be read"), path.open("rb") as file:
             if size <= _NUM_SAMPLES * _BYTES_OF_SAMPLE:
                 digest.update(file.read())
-                continue
-            for sample in range(_NUM_SAMPLES):
-                file.seek(sample * (size - _BYTES_OF_SAMPLE) // (_NUM_SAMPLES - 1))
-                digest.update(file.read(_BYTES_OF_SAMPLE))
-    return digest.hexdigest()
+            else:
+                for sample in range(_NUM_SAMPLES):
+                    file.seek(sample * (size - _BYTES_OF_SAMPLE) // (_NUM_SAMPLES - 1))
+                    digest.update(file.read(_BYTES_OF_SAMPLE))
+        found[path.name] = digest.hexdigest()
+    return found
 
 
 def identity_of(
@@ -47,12 +51,12 @@ def identity_of(
     columns: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The facts that must be equal for a job to be resumed, as JSON reads them back."""
-    deciding = {name: engine[name] for name in _DECIDING if engine.get(name) is not None}
+    deciding = {name: engine[name] for name in _DECIDING if engine.get(name) not in (None, False)}
     # A hub model's directory is named by its commit, and gets its weights only when an LLM needs them.
     is_local = engine["model"] == "bundled" or Path(engine["model"]).expanduser().is_dir()
     identity = {
         "input": {"digest": lines_digest, "rows": num_rows},
-        "model": fingerprint_of_model(directory) if is_local else directory.name,
+        "model": fingerprints_of_model(directory) if is_local else directory.name,
         "engine": deciding,
         "params": params,
         "seed": seed,
@@ -62,7 +66,12 @@ def identity_of(
 
 
 def check_same(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    """Raises a JobError that names the changes."""
+    """Raises a JobError that names the changes. A .json or .txt file that came into the model's directory later is not
+    one: it may be a person's notes, or a report."""
+    files, found = before.get("model"), now["model"]
+    if isinstance(files, dict) and isinstance(found, dict):
+        kept = {name: each for name, each in found.items() if name in files or not name.endswith((".json", ".txt"))}
+        now = {**now, "model": kept}
     changed = [_change(name, before.get(name), now[name]) for name in now if before.get(name) != now[name]]
     if changed:
         raise JobError(
@@ -90,7 +99,8 @@ def load_state(path: Path) -> dict[str, Any] | None:
     """
     try:
         state = json.loads(path.read_text())
-        if state["version"] == 1:  # its journal does not say which rows are error rows
+        # The journal of version 1 does not say which rows are error rows; version 2 has one digest of a whole model.
+        if state["version"] in (1, 2):
             raise JobError(f"an older nanovllm wrote {path}; finish the job with it, or start over with --restart")
         if state["version"] == VERSION and isinstance(state["identity"]["input"]["rows"], int):
             is_whole = isinstance(state["created"], int) and isinstance(state["finished"], bool)
@@ -101,6 +111,11 @@ def load_state(path: Path) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError, RecursionError, IsADirectoryError):
         pass
     raise JobError(f"{path} is not a job's description; move it away, or start over with --restart")
+
+
+def has_proof(state: dict[str, Any] | None) -> bool:
+    """Whether the job with this description writes a proof, so that the one beside its output is its own."""
+    return state is not None and bool((state["identity"].get("engine") or {}).get("deterministic"))
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:

@@ -26,8 +26,13 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 def write_lines(file: BinaryIO, rows: Iterable[bytes], data: LinesData | TableData | None) -> None:
     """Writes output rows as lines; see `write_parquet`."""
     for number, row in enumerate(rows):
-        line = as_line(row)
-        file.write((line if data is None else with_data(line, data.text(number))) + b"\n")
+        file.write(line_of(row, data, number))
+
+
+def line_of(row: bytes, data: LinesData | TableData | None, number: int) -> bytes:
+    """One output row as a line."""
+    line = as_line(row)
+    return (line if data is None else with_data(line, data.text(number))) + b"\n"
 
 
 def write_parquet(

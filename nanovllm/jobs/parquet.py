@@ -19,6 +19,7 @@ import xxhash
 from nanovllm.jobs.columns import Columns
 from nanovllm.jobs.errors import JobError
 from nanovllm.jobs.fields import UnreadableLine, finite_or_none, json_text
+from nanovllm.jobs.vectors import base64_of
 
 # Rows and bytes of an input that are decoded at once. The bytes are unknown if equal values are stored once, so the
 # number of rows is small.
@@ -169,6 +170,34 @@ class ParquetLines:
                 fields.append(f"{json.dumps(name)}:{value if is_json else json.dumps(value, ensure_ascii=False)}")
         line = f"{{{','.join(fields)}}}".encode()
         return line if problem is None else UnreadableLine(line, problem)
+
+
+def canonical_rows(source: Path | BinaryIO) -> Iterator[bytes]:
+    """The rows of a table as bytes, each with a line feed, which depend on the columns' names and values alone: two
+    files with equal rows may have other bytes, from another version of pyarrow for example.
+
+    Raises:
+        JobError: it cannot be read.
+    """
+    pyarrow, parquet = import_pyarrow(str(source))
+    try:
+        # One row group is in memory at a time.
+        with parquet.ParquetFile(source) as file:
+            for batch in file.iter_batches(_ROWS_OF_BATCH, use_threads=False):
+                columns = [[_canonical(pyarrow, each) for each in column] for column in batch.columns]
+                for values in zip(*columns, strict=True):
+                    named = dict(zip(batch.schema.names, values, strict=True))
+                    yield json.dumps(named, ensure_ascii=False, separators=(",", ":"), default=str).encode() + b"\n"
+    except (pyarrow.ArrowException, OSError) as error:
+        raise JobError(f"{source} cannot be read as Parquet: {error}") from None
+
+
+def _canonical(pyarrow: Any, scalar: Any) -> Any:
+    """A value for JSON. The numbers of an embedding are base64, because JSON takes long for them."""
+    numbers = getattr(scalar, "values", None)
+    if isinstance(numbers, pyarrow.FloatArray) and not numbers.null_count:
+        return base64_of(numbers.to_numpy())
+    return _python_value(scalar)
 
 
 def _num_bytes(group: Any, names: Collection[str]) -> int:

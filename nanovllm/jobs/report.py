@@ -6,12 +6,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from shlex import quote
 from typing import Any
 
 from tqdm import tqdm
 
 from nanovllm.jobs.errors import Errors, kind_in_words
 from nanovllm.jobs.options import JobOptions
+from nanovllm.jobs.timeline import Timeline
 
 logger = logging.getLogger("nanovllm.jobs")
 
@@ -25,15 +27,28 @@ class Progress:
     Tokens per second are those since the first row of this run. On a terminal, the remaining time is tqdm's, from the
     rate of the last moments.
 
+    Args:
+        num_rows: rows of the job.
+        num_finished: those that earlier runs finished.
+        metrics: gives the LLM's metrics.
+        name: of the command.
+        timeline: is sampled as the job goes on, and closed with this object.
+
     is_enough: whether no more rows should start.
     """
 
     def __init__(
-        self, num_rows: int, num_finished: int, metrics: Callable[[], dict[str, Any]], name: str = "run-batch"
+        self,
+        num_rows: int,
+        num_finished: int,
+        metrics: Callable[[], dict[str, Any]],
+        name: str = "run-batch",
+        timeline: Timeline | None = None,
     ):
         self._num_rows, self._num_finished, self._num_before = num_rows, num_finished, num_finished
         self._metrics, self._at_start = metrics, metrics()
         self.is_enough = False
+        self._timeline = timeline
         self._began = self._shown_at = time.monotonic()
         self._bar = tqdm(total=num_rows, initial=num_finished, unit="row", desc=name, disable=not sys.stderr.isatty())
         if self._bar.disable:
@@ -42,6 +57,7 @@ class Progress:
     def update(self, num_finished: int, num_errors: int) -> None:
         """Shows the number of rows that have finished, and of the error rows among them, those of earlier runs
         included."""
+        self.sample()
         num_new, self._num_finished, now = num_finished - self._num_finished, num_finished, time.monotonic()
         if now - self._shown_at >= (_SECONDS_BETWEEN_LINES if self._bar.disable else _SECONDS_BETWEEN_RATES):
             self._shown_at = now
@@ -51,10 +67,15 @@ class Progress:
                 self._bar.set_postfix_str(self._rates(num_errors), refresh=False)
         self._bar.update(num_new)
 
+    def sample(self) -> None:
+        """Samples the timeline, if there is one."""
+        if self._timeline is not None:
+            self._timeline.sample()
+
     def _line(self, num_errors: int) -> str:
         seconds = time.monotonic() - self._began
         done, left = self._num_finished - self._num_before, self._num_rows - self._num_finished
-        eta = f", {_duration(seconds / done * left)} left" if done else ""
+        eta = f", {duration_in_words(seconds / done * left)} left" if done else ""
         return f"{self._num_finished:,} of {self._num_rows:,} rows, {self._rates(num_errors)}{eta}"
 
     def _rates(self, num_errors: int) -> str:
@@ -68,9 +89,11 @@ class Progress:
 
     def close(self) -> None:
         self._bar.close()
+        if self._timeline is not None:
+            self._timeline.close()
 
 
-def _duration(seconds: float) -> str:
+def duration_in_words(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"
@@ -156,6 +179,9 @@ def in_words(report: dict[str, Any]) -> str:
             f"prefix cache), {tokens['prompt_per_second']:,.0f} per second; {generated * bool(tokens['output'])}"
             f"{report['preemptions']:,} preemptions"
         )
+    if "manifest" in report:
+        manifest = report["manifest"]["path"]
+        lines.append(f"manifest: {manifest}; check it: nanovllm verify {quote(manifest.removesuffix('.manifest'))}")
     tail, num_new = report.get("tail_seconds"), rows["finished"] - rows["finished_before"]
     if tail is not None and num_new >= 100 and tail > max(1.0, 0.05 * seconds["rows"]):
         lines.append(f"the last 1% of the rows took {tail:,.1f} s: a few long rows ran alone at the end")
@@ -173,7 +199,8 @@ def in_words(report: dict[str, Any]) -> str:
         lines += [f"  {kind_in_words(kind)}" for kind in named]
         if others:
             num_rows = num_rows_in_words(sum(kind["rows"] for kind in others))
-            lines.append(f"  and {num_rows} with {len(others):,} other errors, which --report writes")
+            num_others = f"{len(others):,} other error{'s' * (len(others) > 1)}"
+            lines.append(f"  and {num_rows} with {num_others}, which --report writes")
     return "\n".join(lines)
 
 
@@ -182,8 +209,8 @@ def _estimate_in_words(estimate: dict[str, Any] | None) -> str:
         return "no estimate, because no row can run"
     cost = f", at a cost of {estimate['cost']:,.4f}" if "cost" in estimate else ""
     return (
-        f"estimate for the whole job: {_duration(estimate['seconds']['rows'])} for the rows and "
-        f"{_duration(estimate['seconds']['start'])} to start, {estimate['output_tokens']:,} generated tokens{cost} "
-        f"(measured: {num_rows_in_words(estimate['measured_rows'])}"
+        f"estimate for the whole job: {duration_in_words(estimate['seconds']['rows'])} for the rows and "
+        f"{duration_in_words(estimate['seconds']['start'])} to start, {estimate['output_tokens']:,} generated "
+        f"tokens{cost} (measured: {num_rows_in_words(estimate['measured_rows'])}"
         + (")" if estimate["filled_the_batch"] else ", which never filled the batch: probably too high)")
     )

@@ -19,12 +19,28 @@ from nanovllm.jobs.plan import early_rows, in_windows
 from nanovllm.jobs.report import Progress
 from nanovllm.jobs.results import Results
 from nanovllm.jobs.rows import JobRow
+from nanovllm.jobs.timeline import Lengths
 from nanovllm.jobs.vectors import packed
 from nanovllm.replicas.replicas import Replicas
 
 _Params = SamplingParams | PoolingParams
 # The rows that the LLM has, by the prompt's number in the call.
 _Running = dict[int, tuple[JobRow, _Params]]
+
+
+def finished_row(
+    row: JobRow,
+    params: _Params | None,
+    output: RequestOutput | PoolingRequestOutput | None,
+    created: int,
+    model: str,
+) -> tuple[dict[str, Any], bytes]:
+    """The output row of a row, as `output_of` makes it and as `packed` makes it. It depends only on the arguments."""
+    with_token_ids = isinstance(params, SamplingParams) and not params.detokenize
+    made = output_of(row, output, with_token_ids=with_token_ids, created=created, model=model)
+    text = json.dumps(made, ensure_ascii=False, separators=(",", ":"))
+    # A tokenizer may decode half of a surrogate pair, which UTF-8 does not have.
+    return made, packed(with_data(text.encode(errors="replace"), row.data), embedding_of(row, output))
 
 
 class RowsRun:
@@ -34,15 +50,17 @@ class RowsRun:
         index: the job's rows.
         results: takes the output rows.
         created, model: for output rows of OpenAI's format.
+        lengths: takes those of the rows that this run finishes.
 
     num_stops: signals that came.
     tail_seconds: how long the last 1% of this run's rows took; None if the run did not reach them.
     """
 
-    def __init__(self, index: Index, results: Results, created: int, model: str):
+    def __init__(self, index: Index, results: Results, created: int, model: str, lengths: Lengths | None = None):
         self._index, self._results, self._created, self._model = index, results, created, model
         self.num_stops = 0
         self.tail_seconds: float | None = None
+        self._lengths = lengths
 
     def run(self, llm: LLM | Replicas, progress: Progress) -> None:
         """Runs the rows. In the main thread, the first SIGINT or SIGTERM lets running rows finish, and the second
@@ -54,7 +72,8 @@ class RowsRun:
         before_tail = num_rows - max(1, (num_rows - num_before) // 100)
         tail_began = time.monotonic() if num_before >= before_tail else None
         with self._stopping_at_signals():
-            outputs = llm.generate_iter(self._prompts(running, given), iter(given.popleft, None), ordered=False)
+            prompts = self._prompts(running, given, progress)
+            outputs = llm.generate_iter(prompts, iter(given.popleft, None), ordered=False)
             for output in outputs:
                 row, params = running.pop(output.prompt_index)
                 self._take(row, params, output)
@@ -68,13 +87,14 @@ class RowsRun:
         if tail_began is not None:
             self.tail_seconds = time.monotonic() - tail_began
 
-    def _prompts(self, running: _Running, given: deque[Any]) -> Iterator[Any]:
+    def _prompts(self, running: _Running, given: deque[Any], progress: Progress) -> Iterator[Any]:
         """Yields the prompts as the LLM asks for them; the LLM takes a prompt's parameters right after the prompt. Rows
         that cannot run become output rows at once."""
         number_in_call = 0
         for row in self._planned():
             if self.num_stops:
                 return
+            progress.sample()
             if row.error is not None:
                 self._take(row, None, None)
                 continue
@@ -96,12 +116,13 @@ class RowsRun:
 
     def _take(self, row: JobRow, params: _Params | None, output: RequestOutput | PoolingRequestOutput | None) -> None:
         """Adds the output row of a row that has finished."""
-        with_token_ids = isinstance(params, SamplingParams) and not params.detokenize
-        made = output_of(row, output, with_token_ids=with_token_ids, created=self._created, model=self._model)
-        text = json.dumps(made, ensure_ascii=False, separators=(",", ":"))
-        # A tokenizer may decode half of a surrogate pair, which UTF-8 does not have.
-        line = with_data(text.encode(errors="replace"), row.data)
-        self._results.append(row.number, packed(line, embedding_of(row, output)), error_of(made))
+        made, line = finished_row(row, params, output, self._created, self._model)
+        error = error_of(made)
+        self._results.append(row.number, line, error)
+        if self._lengths is not None and output is not None and error is None:
+            self._lengths.prompts[output.num_prompt_tokens] += 1
+            if isinstance(output, RequestOutput):
+                self._lengths.completions.update(len(completion.token_ids) for completion in output.outputs)
 
     @contextmanager
     def _stopping_at_signals(self) -> Iterator[None]:
