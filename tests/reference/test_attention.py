@@ -26,8 +26,8 @@ from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.sampling_params import SamplingParams
 
 # `triton` runs in Triton's interpreter here (see conftest.py).
-BACKENDS = ["torch", "sdpa", "triton"]
-BLOCK_SIZE = {"torch": 4, "sdpa": 4, "triton": 16}  # small ones
+BACKENDS = ["torch", "sdpa", "tiled", "triton"]
+BLOCK_SIZE = {"torch": 4, "sdpa": 4, "tiled": 4, "triton": 16}  # small ones
 # The interpreter multiplies the bits of bfloat16 numbers as integers (tl.dot), so the GPU tests have bfloat16.
 PAIRS = [
     (backend, dtype)

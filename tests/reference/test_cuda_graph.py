@@ -245,9 +245,9 @@ class Recording:
             place.copy_(result)
 
 
-def copied(sampled: Sampled, scores: torch.Tensor, states: list[torch.Tensor]) -> StepInFlight:
+def copied(sampled: Sampled, *others: Any) -> StepInFlight:
     """A GPU's results are copied to the host before the next step writes over them."""
-    return StepInFlight(Sampled(*(each.clone() for each in sampled)), scores, states)
+    return StepInFlight(Sampled(*(each.clone() for each in sampled)), *others)
 
 
 class Recorder(CudaGraphs):
@@ -479,7 +479,7 @@ def make_captured(runner: ModelRunner, is_alone: bool, fails: Callable[[Hashable
     hidden_states = torch.full((8, runner.settings.model_config.hidden_size), float("nan"))
     runner.program = replace(program, sizes=sizes, graphs=graphs, hidden_states=hidden_states)
     for tensor in program.kv_cache.tensors:
-        tensor.fill_(float("nan"))  # padding must not read them
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -1)  # padding must not read them
     return graphs
 
 
@@ -514,6 +514,7 @@ def test_padded_steps_give_the_tokens_of_eager_ones(
     options = {
         "device": "cpu", "kvcache_block_size": 16, "max_num_batched_tokens": 32, "max_model_len": 96,
         "max_num_seqs": 5, "num_kvcache_blocks": num_blocks, "overlap": overlap, "attention_backend": backend,
+        "cache_canary": True,
     }  # fmt: skip
 
     def tokens(is_captured: bool) -> tuple[list[list[int]], Recorder | None]:

@@ -213,6 +213,7 @@ def test_kernels_compile_for_hopper(tmp_path):
     assert all(int(num_pairs) > 0 for name, _, _, num_pairs, *_ in found if name in in_e4m3)
     assert {products for name, _, products, *_ in found if name == "_block_product_kernel"} == {"wgmma.e4m3"}
     numbers = Counter(name for name, *_ in found)
+    assert numbers["_weights_sum_kernel"] == 6, "for units of one and two bytes, of three shapes"
     assert numbers["_delta_decode_kernel"] == numbers["_delta_rows_kernel"] == 3
     assert numbers["_sum_add_norm_kernel"] == 2, "directly, and by owner"
     assert numbers["_rms_norm_kernel"] == 6 and numbers["_block_product_kernel"] == 5

@@ -293,7 +293,7 @@ def test_decodes_beside_prompts_attend_as_the_formula_says(
     assert_exact(backend, make_case(sequences, block_size, num_kv_heads, group_size, head_dim, **options))
 
 
-@pytest.mark.parametrize("backend", ["torch", "sdpa", "triton"])
+@pytest.mark.parametrize("backend", ["torch", "sdpa", "tiled", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_prompt_in_chunks_attends_as_in_one_piece(backend, dtype):
     """Queries see new keys as they are cached; otherwise results would depend on where a prompt was cut."""
@@ -315,7 +315,7 @@ def test_a_prompt_in_chunks_attends_as_in_one_piece(backend, dtype):
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("what", ["keys", "values"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-@pytest.mark.parametrize("backend", ["torch", "sdpa", "triton"])
+@pytest.mark.parametrize("backend", ["torch", "sdpa", "tiled", "triton"])
 def test_what_is_no_number_reaches_the_queries_that_see_it_and_no_others(backend, number, what):
     """A row of NaN logits gets an error. Its neighbours and its other heads are not affected."""
     case = make_case([(30, 1), (63, 1), (0, 40), (20, 9)], 32, 2, 2, 32, is_fp8=True)
@@ -331,7 +331,7 @@ def test_what_is_no_number_reaches_the_queries_that_see_it_and_no_others(backend
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("backend", ["torch", "sdpa", "triton"])
+@pytest.mark.parametrize("backend", ["torch", "sdpa", "tiled", "triton"])
 def test_a_query_that_is_no_number_gives_none(backend, number):
     """Decodes convert queries to int8, which has no NaN."""
     case = make_case([(30, 1), (63, 1), (0, 40)], 32, 2, 2, 32, is_fp8=True)
@@ -508,7 +508,7 @@ def test_a_chunk_goes_on_within_a_block_behind_a_decode_that_ends_one(model):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("backend", ["torch", "sdpa", "triton"])
+@pytest.mark.parametrize("backend", ["torch", "sdpa", "tiled", "triton"])
 def test_completions_of_one_prompt_have_copies_of_its_last_block(model, backend):
     params = replace(SAMPLED, max_tokens=5)
     with make_llm(model, attention_backend="torch") as llm:

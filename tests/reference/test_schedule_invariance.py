@@ -148,7 +148,8 @@ def test_the_schedule_changes_no_token(model, requests, alone, engine, request):
     is_long, every = request.config.option.long, schedules()
     for name in every if is_long else (WITH_STATES if model.has_states else ENGINES)[engine]:
         schedule = every[name]
-        options = {"attention_backend": backend, "overlap": overlap, "device": "cpu", **schedule.options}
+        options = {"attention_backend": backend, "overlap": overlap, "device": "cpu", "cache_canary": True}
+        options |= schedule.options
         with LLM(model.directory, **options) as llm:
             for first in [*range(0, len(schedule.rows), schedule.call_size)] * schedule.num_times:
                 rows = schedule.rows[first : first + schedule.call_size]
@@ -193,7 +194,8 @@ def test_nor_any_number_of_rows_that_pool(model, requests, pooled, engine, reque
     backend, overlap = engine
     every, chosen = schedules(), (WITH_STATES if model.has_states else ENGINES)[engine]
     for name in every if request.config.option.long else chosen[-1:]:
-        options = {"attention_backend": backend, "overlap": overlap, "device": "cpu", **every[name].options}
+        options = {"attention_backend": backend, "overlap": overlap, "device": "cpu", "cache_canary": True}
+        options |= every[name].options
         rows = [pair for row in every[name].rows for pair in (requests[row], pooled[row][:2])]
         with LLM(model.directory, **options) as llm:
             outputs = [*llm.generate_iter(*map(iter, zip(*rows, strict=True)))]

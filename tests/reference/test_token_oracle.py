@@ -38,8 +38,8 @@ AT_LEAST = {
     "forks": 3_500, "copies": 2_000, "scored": 20_000, "contexts": 150, "pooled": 20_000,
     "pooled in chunks": 200, "preempted while it pooled": 5, "pooled nothing finite": 50,
     "given back": 9_000, "shortened hits": 400,
-    "snapshots": 1_000, "loads": 3_000, "reused snapshots": 400, "skipped snapshots": 50, "lost snapshots": 500,
-    "waits for a snapshot": 400,
+    "snapshots": 1_000, "loads": 3_000, "reused snapshots": 350, "skipped snapshots": 50, "lost snapshots": 500,
+    "waits for a snapshot": 400, "broken by sharing": 500,
 }  # fmt: skip
 
 
@@ -157,7 +157,10 @@ class Workload:
         self.prefixes = [self.random_tokens(rng.randint(0, longest_prefix)) for _ in range(rng.randint(1, 4))]
         self.context: list[int] = []  # of the request before, if its continuation is scored
         self.break_rate = rng.choice([0, 0, 0, 0, 100])
-        self.runner.is_broken = lambda seq: self.is_broken(seq.seq_id, 0 if seq.pooling else seq.num_computed_tokens)
+        self.sharing_break_rate = random.Random(f"{seed} sharing").choice([0, 0, 30])
+        self.runner.is_broken = lambda seq: (
+            self.is_broken(seq.seq_id, 0 if seq.pooling else seq.num_computed_tokens) or self.breaks_by_sharing(seq)
+        )
         self.unfinished: dict[int, Request] = {}
         self.counts: Counter[str] = Counter()
 
@@ -171,6 +174,13 @@ class Workload:
         """Whether the logits after that many tokens of a request are NaN; 0 asks about all states of one that pools."""
         rate = self.break_rate if num_tokens else self.break_rate // 10
         return rate > 0 and hash((seq_id, num_tokens)) % rate == 0
+
+    def breaks_by_sharing(self, seq: Sequence) -> bool:
+        """Whether the keys that others computed for a sequence make its logits NaN. Then it must begin again."""
+        rate = self.sharing_break_rate
+        is_broken = rate > 0 and seq.num_shared_tokens > 0 and hash((seq.seq_id, seq.num_computed_tokens)) % rate == 0
+        self.counts["broken by sharing"] += is_broken
+        return is_broken
 
     def random_request(self) -> Request:
         rng, info = self.rng, self.engine.info
