@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.long import long
 
 SCRIPT = Path(__file__).parents[1] / "support" / "job_crashes.py"
 
@@ -20,7 +21,11 @@ def test_the_error_rows_of_killed_runs_count_at_every_point():
     assert run("counts").startswith("right: ")
 
 
-@pytest.mark.parametrize("rows", [[], ["--columns"], ["--tasks"]], ids=["plain", "columns", "tasks"])
+@pytest.mark.parametrize(
+    "rows",
+    [[], ["--columns"], ["--tasks"], long(["--deterministic", "--tasks"])],
+    ids=["plain", "columns", "tasks", "proof"],
+)
 def test_a_kill_at_any_call_that_changes_a_file_loses_and_repeats_nothing(count, rows):
     assert run("calls", "--rows", count(6, 12), *rows).startswith("right: ")
 

@@ -44,6 +44,7 @@ from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.demo.problems import problems
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step import CorruptCacheError
 from nanovllm.parallel.parallel_runner import TensorParallelRunner
 from nanovllm.parallel.worker import HAS_MET
 
@@ -393,11 +394,24 @@ def run_by_hand(engine: LLMEngine, requests: list[Request]) -> list[tuple[int, l
     return finished
 
 
-def start_faulty(tiny: str, fault: str, rank: int, monkeypatch) -> LLMEngine:
+def start_faulty(tiny: str, fault: str, rank: int, monkeypatch, **options: Any) -> LLMEngine:
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("FAULTY_RANK", str(rank))
-    config = Config(tiny, tensor_parallel_size=2, **OPTIONS)
+    config = Config(tiny, tensor_parallel_size=2, **OPTIONS, **options)
     return LLMEngine(config, runner=TensorParallelRunner(config, worker_module="support.faulty_worker"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_wrong_keys_of_one_rank_are_found_and_the_ranks_go_on(tiny, rank, tmp_path, monkeypatch):
+    """Each rank checks its own cache; the error comes before that of ranks that sample different tokens."""
+    with nothing_left_behind(tmp_path, monkeypatch):
+        engine = start_faulty(tiny, "spoils its canaries", rank, monkeypatch, cache_canary=True)
+        with pytest.raises(CorruptCacheError, match=f"read wrong keys at position 0, in block .* of rank {rank}'s"):
+            run_by_hand(engine, make_requests(61))
+        assert engine.is_finished()
+        assert len(run_by_hand(engine, make_requests(61))) == 20
+        engine.exit()
 
 
 WOULD_COMPUTE = "the ranks diverged at step 4, which is a bug: rank {rank} would compute"

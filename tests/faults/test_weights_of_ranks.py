@@ -51,9 +51,13 @@ def test_ranks_get_their_shards_of_every_family(tmp_path, family):
         (tmp_path / str(number)).mkdir()
         save_family_model(tmp_path / str(number), family, options, seed=number)
     expected = of_fresh_llm(tmp_path / "1")[0]
+    with make_llm(tmp_path / "1") as llm:
+        digests = llm.weights_digest(per_tensor=True)
     with make_llm(tmp_path / "0", tensor_parallel_size=2) as llm:
+        assert all(digest != digests[name] for name, digest in llm.weights_digest(per_tensor=True).items())
         llm.update_weights(read_tensors(tmp_path / "1"))
         assert generate(llm) == expected
+        assert llm.weights_digest(per_tensor=True) == digests
 
 
 def test_nothing_is_left_of_the_files(checkpoints, tmp_path, monkeypatch):
