@@ -37,6 +37,7 @@ from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store  # noqa: E402
 from nanovllm.ops.quantize import E4M3, ScaledProduct, quantize_row_blocks, quantize_rows  # noqa: E402
 from nanovllm.ops.route import Routes  # noqa: E402
 from nanovllm.ops.store_kvcache import store_kvcache  # noqa: E402
+from nanovllm.ops.weights_sum import Keys, units_of, weights_sum  # noqa: E402
 
 
 class Driver:
@@ -143,6 +144,13 @@ def launch_all() -> None:
             grouped_mlp(inputs, routes, *weights, use_kernels=True)
 
 
+def launch_weights_sum() -> None:
+    for dtype in (torch.bfloat16, E4M3):
+        for shape in ((64, 4096), (64, 4), (1, 4096)):
+            units = units_of(torch.zeros(shape, dtype=dtype))
+            weights_sum(units, Keys.of(*units.shape, units.device), torch.zeros((), dtype=torch.int64), True)
+
+
 def launch_delta_net(dtype: torch.dtype, dim: int) -> None:
     """Launches the kernels of one decode and one prompt."""
     num_channels, ints = 4 * dim, torch.zeros((2, 4), dtype=torch.int32)
@@ -186,6 +194,7 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(Driver())
     triton.JITFunction.run = compile_only
     launch_all()
+    launch_weights_sum()
     for dtype, dim in ((torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float32, 64)):
         launch_delta_net(dtype, dim)
     for head_dim, group_size, block_size, window in (

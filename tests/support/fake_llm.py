@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm import CompletionOutput, PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
+from nanovllm.jobs.timeline import COUNTERS
 from nanovllm.pooling_outputs import PooledOutput
 
 DIMENSIONS = 64  # of a whole embedding
@@ -27,8 +28,8 @@ class FakeLLM:
     def __init__(self, model: str, **options: Any):
         self.options = options
         self._metrics = dict.fromkeys(
-            ("num_prefill_tokens", "num_decode_tokens", "num_prompt_tokens", "num_output_tokens", "num_preemptions"), 0
-        )
+            ("num_prompt_tokens", "num_output_tokens", *COUNTERS), 0
+        )  # fmt: skip
 
     def __enter__(self) -> "FakeLLM":
         return self
@@ -39,6 +40,13 @@ class FakeLLM:
     def metrics(self) -> dict[str, Any]:
         max_num_seqs = self.options.get("max_num_seqs") or 1024
         return {**self._metrics, "prefix_cache_hit_rate": 0.0, "max_num_seqs": max_num_seqs, "max_batch_size": 1}
+
+    def provenance(self) -> dict[str, Any]:
+        return {
+            "weights": {"all": "0" * 16, "tensors": {"a": "1" * 16, "b": "2" * 16}},
+            "device": {"type": "cpu", "name": "a fake", "instructions": "none"},
+            "dtype": "float32", "attention_backend": "torch", "kvcache_block_size": 64, "num_ranks": 1,
+        }  # fmt: skip
 
     def generate_iter(
         self, prompts: Iterator[Any], params: Iterator[SamplingParams], *, ordered: bool

@@ -198,12 +198,12 @@ class FakeRunner(Runner):
     def _score(self, step: Step) -> TokenNumbers:
         """A prompt token's numbers are made of the token and the key before it, which this step must compute."""
         keys, block_size = self.keys, self.info.kvcache_block_size
-        num_new = {chunk.seq.seq_id: chunk.num_new_tokens for chunk in step.chunks}
+        computed_of = _computed_positions(step)
         data = b""
         for seq, start, end, ends in step.scored:
             if seq.pooling is not None:
                 continue
-            computed = range(seq.num_computed_tokens - num_new[seq.seq_id], seq.num_computed_tokens)
+            computed = computed_of[seq.seq_id]
             assert start < end <= seq.num_prompt_tokens and not (ends and seq.num_tokens > len(seq.token_ids))
             for position in range(start, end):
                 assert position - 1 in computed, f"{seq} has no logits for token {position}"
@@ -215,15 +215,14 @@ class FakeRunner(Runner):
     def _pool(self, step: Step) -> tuple[np.ndarray, ...]:
         """See StepOutput.states. The step must compute the tokens; if it pools only rows' last tokens, these rows must
         be among those that it samples from."""
-        chunks = {chunk.seq.seq_id: chunk for chunk in step.chunks}
+        computed_of, samples = _computed_positions(step), {seq.seq_id: samples for seq, _, samples in step.chunks}
         every = []
         for kind, of_kind in step.pooled.items():
             rows = []
             for seq, start, end, ends in of_kind:
-                chunk, positions = chunks[seq.seq_id], range(start - 1, end - 1)
-                computed = range(seq.num_computed_tokens - chunk.num_new_tokens, seq.num_computed_tokens)
+                computed, positions = computed_of[seq.seq_id], range(start - 1, end - 1)
                 assert positions and positions[0] in computed and positions[-1] in computed
-                assert chunk.samples == kind.needs_row_only and ends == (end == seq.end_scored)
+                assert samples[seq.seq_id] == kind.needs_row_only and ends == (end == seq.end_scored)
                 states = np.stack([state_of(self.keys[self._slot(seq, 0, position)], kind) for position in positions])
                 states = states.sum(0, keepdims=True) if kind.tokens == "mean" else states
                 rows.append(np.full_like(states, np.nan) if self.is_broken(seq) else states)
@@ -237,10 +236,11 @@ class FakeRunner(Runner):
         return self.last_token_ids[seq.entry]
 
     def _sample(self, seq: Sequence, leader: Sequence) -> int:
-        """leader: the sequence whose logits are sampled. A forked sibling has only the windows of its next query."""
+        """leader: the sequence whose logits are sampled. A forked sibling has only the windows of its next query, and
+        its last block may be copied later."""
         keys, block_size, num_keys = self.keys, self.info.kvcache_block_size, seq.num_computed_tokens
         prefix: list[int] = []
-        for block in seq.block_table:
+        for block in leader.block_table:
             prefix += keys[block * block_size : (block + 1) * block_size]
         windows = [
             keys[self._slot(leader, group, position)]
@@ -256,6 +256,14 @@ class FakeRunner(Runner):
 
     def close(self) -> None:
         self.is_closed = True
+
+
+def _computed_positions(step: Step) -> dict[int, range]:
+    """The positions that a step computes of each sequence. In half a row, the chunk's copy of the sequence has them."""
+    return {
+        seq.seq_id: range(seq.num_computed_tokens - num_new_tokens, seq.num_computed_tokens)
+        for seq, num_new_tokens, _ in step.chunks
+    }
 
 
 class MirroredRunner(FakeRunner):

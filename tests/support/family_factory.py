@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.models.read_config import load_model_config
 from nanovllm.models.wrappers import WRAPPERS
 
 # Prompts of the comparisons have up to 40 tokens and chunks 7 to 39, so windows are shorter and longer than both.
@@ -459,3 +460,15 @@ def save_family_model(
     model = make_family_model(family, options, seed, architecture)
     model.save_pretrained(directory)
     return model
+
+
+def save_divisible_model(directory: Path, family: str, rng: random.Random, **changes: Any) -> dict[str, Any]:
+    """Saves a model of the family that two ranks can divide."""
+    while True:
+        options = {**FAMILIES, **WRAPPED}[family][2](rng) | changes
+        save_family_model(directory, family, options, seed=1)
+        try:
+            load_model_config(directory).check_parallel_size(2)
+            return options
+        except ValueError:
+            continue

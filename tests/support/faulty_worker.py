@@ -67,6 +67,12 @@ def _out_of_memory(worker: Worker) -> None:
     worker._runner.launch = launch
 
 
+def _spoil_canaries(worker: Worker) -> None:
+    """Once; the driver can go on after it."""
+    worker._runner.program.kv_cache.canaries.zero_()
+    FAULTS[FAULT] = lambda worker: None
+
+
 def _exit_in_step(worker: Worker) -> None:
     os._exit(7)
 
@@ -82,6 +88,7 @@ FAULTS: dict[str, Callable[[Worker], None]] = {
     "takes another entry": _reschedule(_other_entry),
     "samples another token": _other_token,
     "out of memory": _out_of_memory,
+    "spoils its canaries": _spoil_canaries,
     "exits in a step": _exit_in_step,
 }
 

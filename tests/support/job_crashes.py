@@ -6,7 +6,7 @@ the report.
     python tests/support/job_crashes.py moments --kills 500 --rows 2000    # at random moments, with the bundled model
 
 With --columns, the rows are data of which a column is the prompt, and the output repeats the others. With --tasks, most
-rows of `calls` are computed in one forward pass.
+rows of `calls` are computed in one forward pass. With --deterministic, the jobs of `calls` have a proof.
 A killed run is a fork of this process, so that imports take time only once. Besides kills there are torn writes (the
 file ends in the middle of a line, or in garbage) and full disks (a limit of the files' size).
 """
@@ -131,7 +131,7 @@ def dying_at(call: int, halves: bool, work) -> None:
     work()
 
 
-def kill_at_each_call(rows: list[dict], columns: dict[str, str]) -> None:
+def kill_at_each_call(rows: list[dict], columns: dict[str, str], is_deterministic: bool) -> None:
     """Each call in turn is the last one of a run; the next run is killed at another; then one finishes."""
     preflight = job.Preflight(str(MODEL_DIRECTORY))
     job.Preflight = lambda *arguments, **options: preflight  # its tokenizer takes most of a run's time
@@ -144,9 +144,14 @@ def kill_at_each_call(rows: list[dict], columns: dict[str, str]) -> None:
 
         def options(output: str) -> job.JobOptions:
             return job.JobOptions(
-                str(directory / "in"), str(directory / output), str(MODEL_DIRECTORY), preflight="off",
-                seconds_between_syncs=0.0, **columns,
+                str(directory / "in"), str(directory / output), str(MODEL_DIRECTORY),
+                {"deterministic": is_deterministic}, preflight="off", seconds_between_syncs=0.0, **columns,
             )  # fmt: skip
+
+        proof = [".manifest", ".rows"] if is_deterministic else []
+
+        def proof_of(output: str) -> list[bytes]:
+            return [(directory / f"{output}{kind}").read_bytes() for kind in proof]
 
         run(options("whole"), FakeLLM)
         expected, errors = (directory / "whole").read_bytes(), errors_of(directory / "whole")
@@ -162,10 +167,11 @@ def kill_at_each_call(rows: list[dict], columns: dict[str, str]) -> None:
                 assert in_fork(lambda: run(options("out"), FakeLLM)) == 0
                 assert (directory / "out").read_bytes() == expected, f"killed at call {call}"
                 assert errors_of(directory / "out") == errors, f"killed at call {call}"
+                assert proof_of("out") == proof_of("whole"), f"killed at call {call}"
                 left = sorted(path.name for path in directory.iterdir() if path.name.startswith("out"))
-                assert left == ["out", "out.job"], left
-                (directory / "out").unlink()
-                (directory / "out.job").unlink()
+                assert left == sorted(f"out{kind}" for kind in ["", ".job", *proof]), left
+                for kind in ("", ".job", *proof):
+                    (directory / f"out{kind}").unlink()
             if num_kills == before or call > 500:
                 break
     assert num_kills > 3 * len(rows) and call < 500, (
@@ -321,6 +327,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="most seconds until a run is killed")
     parser.add_argument("--columns", action="store_true")
     parser.add_argument("--tasks", action="store_true")
+    parser.add_argument("--deterministic", action="store_true")
     given = parser.parse_args()
     columns = {"prompt_column": "question"} if given.columns else {}
     gc.freeze()  # else each fork copies the libraries' pages, which its collector writes to
@@ -328,7 +335,7 @@ def main() -> None:
         count_error_rows_at_each_point(min(given.rows, 200))
     elif given.kind == "calls":
         rows = rows_with_tasks if given.tasks else rows_of
-        kill_at_each_call(rows(min(given.rows, 20)), columns)
+        kill_at_each_call(rows(min(given.rows, 20)), columns, given.deterministic)
     else:
         kill_at_random_moments(given.kills, given.rows, given.model, given.seconds, columns)
 

@@ -44,6 +44,8 @@ def test_the_defaults_are_the_documented_ones():
         "hf_overrides": None,
         "generation_config": "auto",
         "queue_calls": False,
+        "deterministic": False,
+        "cache_canary": False,
         "seed": 0,
     }
 

@@ -71,31 +71,38 @@ BUDGETS = {
     # When a request had its first token, rows whose logits a user's functions change, contexts that are scored with
     # several continuations and computed once, and prompts that ask for an image. Layers with a window give their blocks
     # back. Snapshots of recurrent states are planned, taken and found again. Sequences may pool instead of generating.
-    ("engine",): 1415,
+    # Weights have digests. Each step counts the rows that run and wait, and the blocks that they use. Wrong slots are
+    # errors, a step has halves, and a row that shares keys of a broken one begins again.
+    ("engine",): 1545,
     # Each of its files has imports and signatures of its own, in place of one class with 47 methods. A step has slots
     # and block tables per group of layers. Recurrent states have a budget, tensors and copies.
-    # Steps pool hidden states, and without an LM head they have other sizes and another trial.
-    ("runner",): 1620,
+    # Steps pool hidden states, and without an LM head they have other sizes and another trial. A deterministic start
+    # compares bits. Weights have digests. The cache may have canaries, and a step that ran out of memory runs again.
+    ("runner",): 1765,
     # Each family is a row with the defaults of its config.json, which is read field by field. Qwen3.5's second kind of
     # layer has projections whose rows checkpoints hold in several orders. A model has an LM head, a classification head
     # with its labels, or none, and the files of sentence-transformers say how it pools. A layer may leave its product
-    # to its reader.
-    ("models", "layers"): 2770,
-    # Ranks meet by a deadline, and remove what a driver left that a signal ended.
-    ("parallel",): 435,
-    # A row of one forward pass that kills replicas has an error row of its own class.
-    ("replicas",): 505,
+    # to its reader. Layers multiply row-invariantly if they are asked to. Each part of a checkpoint's tensor that a
+    # model holds has a sum, and ranks' sums make a digest.
+    ("models", "layers"): 2890,
+    # Ranks meet by a deadline, and remove what a driver left that a signal ended. They send sums of their weights, and
+    # each has canaries of its own.
+    ("parallel",): 446,
+    # A row of one forward pass that kills replicas has an error row of its own class. Deterministic replicas must have
+    # the same weights, which are compared as each becomes ready.
+    ("replicas",): 523,
     # text/messages.py takes conversations as OpenAI's clients write them, in the form that each template reads. It
     # refuses images, videos and sounds that are attached to a message. text/chat_template.py finds what a template
     # leaves out, and text/tokenizer.py knows each token's bytes. text/load_tokenizer.py knows when transformers' auto
     # class, which is slow to import, is not needed. progress.py estimates how much of the running prompts is done.
-    ("llm", "progress", "completions", "row_stream", "text"): 1690,
+    ("llm", "progress", "completions", "row_stream", "text"): 1710,
     # A third of it is the signatures of seven methods, whose keywords an editor completes.
     ("one_pass", "pooled_rows"): 470,
     # constraints.py says which construct of a regular expression llguidance cannot take, and what to do instead. A
     # call refuses structured outputs without llguidance.
     ("guides", "constraints"): 297,
-    ("ops", "attention"): 5000,
+    # Rows that do not depend on others have operations and attention of their own; digests and canaries have kernels.
+    ("ops", "attention"): 5160,
     # Half of it is the parameters and their checks; accepted.py has a line for each keyword of vLLM's. Parameters may
     # also be dicts, and the options describe themselves in LLM's help. Rows that pool have parameters and outputs too.
     # Two options take vLLM's pooler_config and hf_overrides.
@@ -104,7 +111,11 @@ BUDGETS = {
     # The command explains each option and each mistake, and counts the error rows of the whole job.
     # Data of any shape: named columns make rows, all others come through in two formats, and inputs are many files.
     # Rows of one forward pass have five tasks, three urls, and columns of their own; embeddings keep all their bits.
-    ("jobs",): 2790,
+    # A deterministic job has a manifest; verify reads it, runs rows alone, and names the first token that differs. No
+    # job deletes a file that no run of it wrote.
+    # The report may be a page: its style, its figures, and the timeline and lengths that they show.
+    # Verify counts missing rows, sees rows that moved, and names a changed row's first token and the sample's seed.
+    ("jobs",): 3884,
 }
 MAX_FILE, MAX_FUNCTION = 300, 60
 LONG_FILES = {
@@ -120,6 +131,7 @@ LONG_FILES = {
     "integrations/ray_data.py": "a third is the docstrings of the columns, the actor and the plan",
     "integrations/vllm.py": "tables of vLLM's names, and the few that need code",
     "models/decoder.py": "every decoder on one page",
+    "runner/step_program.py": "one step from its rows to its tokens, eager and captured, in one place",
     "runner/sequence_table.py": "the only maker of a Batch: what is sent, and what is made of it",
 }
 LONG_FUNCTIONS = {

@@ -12,6 +12,7 @@ import pytest
 
 from nanovllm import LLM, Config, SamplingParams, __version__
 from nanovllm.jobs import JobError, cli
+from nanovllm.jobs.arguments import meanings_of
 from nanovllm.jobs.cli import main
 from nanovllm.jobs.options import JobOptions
 
@@ -218,12 +219,12 @@ def test_help_has_meaning_and_default_of_each_option(capsys):
 @pytest.mark.parametrize("documented", [JobOptions, Config, SamplingParams])
 def test_each_argument_has_a_meaning(documented):
     names = {*signature(documented.__init__).parameters} - {"self"}
-    assert all(len(cli._meanings(documented).get(name, "")) > 10 for name in names)
-    assert not any(":" in name or "Raises" in text for name, text in cli._meanings(documented).items())
+    assert all(len(meanings_of(documented).get(name, "")) > 10 for name in names)
+    assert not any(":" in name or "Raises" in text for name, text in meanings_of(documented).items())
 
 
 def test_the_exit_statuses_of_the_help_are_those_of_the_code():
-    assert [int(each) for each in re.findall(r"^ +(\d+)  ", cli.Exit.__doc__, re.MULTILINE)] == list(cli.Exit)
+    assert [int(each) for each in re.findall(r"^ +(\d+)  ", cli._run_batch.__doc__, re.MULTILINE)] == list(cli.Exit)
 
 
 def test_the_command_alone_and_its_version(capsys):

@@ -16,6 +16,7 @@ from nanovllm.jobs.cli import main
 from nanovllm.jobs.estimate import Pace, num_rows_of_sample
 from nanovllm.jobs.job import Job
 from nanovllm.jobs.report import in_words
+from nanovllm.jobs.timeline import COUNTERS
 
 MODEL = str(MODEL_DIRECTORY)
 
@@ -35,7 +36,7 @@ class Batch:
         monkeypatch.setattr(estimate.time, "monotonic", lambda: self.seconds)
 
     def metrics(self) -> dict[str, int]:
-        return {**self._num_tokens, "max_batch_size": self._max_running}
+        return {**dict.fromkeys(COUNTERS, 0), **self._num_tokens, "max_batch_size": self._max_running}
 
     def run(self, rows: list[tuple[int, int]], update=lambda finished, errors: None) -> None:
         """`rows`: tokens of the prompt and of the completion, in the order in which they run."""

@@ -222,6 +222,14 @@ def test_wrong_parameters_of_a_job_refuse_it(job, params, columns, error):
         job([EMBED], params=params, **columns)
 
 
+def test_a_deterministic_job_refuses_means_before_the_weights_load(job):
+    given = {"params": {"task": "embed", "pooling": "mean"}, "engine": {"deterministic": True}}
+    report, _ = job([EMBED, {**EMBED, "id": "last", "pooling": "last"}], None, **given, dry_run=True, preflight="full")
+    assert report["rows"]["errors"] == 1 and "deterministic=True cannot pool the mean" in report["errors"][0]["error"]
+    with pytest.raises(JobError, match=r"1 row cannot run; --on-error stop .*deterministic=True cannot pool the mean"):
+        job(None, None, **given, preflight="full", on_error="stop")
+
+
 def test_rows_of_one_query_run_together():
     """A cross-encoder then computes the query once."""
     rows = [(query, document) for document in "12" for query in "ab"]

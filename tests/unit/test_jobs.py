@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from nanovllm.jobs import cli
 from nanovllm.jobs import job as job_module
 from nanovllm.jobs.cli import main
 from nanovllm.jobs.errors import Errors, JobError
-from nanovllm.jobs.identity import fingerprint_of_model, identity_of, whole_file
+from nanovllm.jobs.identity import fingerprints_of_model, identity_of, whole_file
 from nanovllm.jobs.job import Job, JobOptions
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.output_rows import error_of
@@ -253,7 +254,7 @@ def test_a_sample_that_cannot_run_says_how_to_check_all(job, monkeypatch, caplog
     message = r"none of the 16 rows that were checked can run \(--preflight full checks all\): 16 × "
     assert len(job([*rows[:1], *plain(1), *rows[1:]], preflight="off")[1]) == 101
     assert re.search(message, caplog.text)
-    monkeypatch.setattr("nanovllm.jobs.job._ROWS_OF_SAMPLE", 16)
+    monkeypatch.setattr("nanovllm.jobs.check._ROWS_OF_SAMPLE", 16)
     with pytest.raises(JobError, match=message):
         job(preflight="sample", restart=True)
     assert len(job(preflight="full", restart=True)[1]) == 101
@@ -338,13 +339,28 @@ def test_another_models_files_are_noticed(job, tmp_path):
     changed = bytearray(weights.read_bytes())
     changed[-10_000:] = bytes(10_000)
     weights.write_bytes(changed)
-    with pytest.raises(JobError, match="the model has changed"):
+    with pytest.raises(JobError, match=rf"the model has changed \({weights.name} was '\w+' and is '\w+'\)"):
         job(model=str(model))
+
+
+def test_files_that_come_into_the_models_directory_later_are_not_the_models(job, tmp_path):
+    """But generation_config.json is, because it changes results, and weights are."""
+    model = tmp_path / "model"
+    shutil.copytree(MODEL_DIRECTORY, model, ignore=shutil.ignore_patterns("generation_config.json"))
+    job(plain(3), model=str(model))
+    for name in ("notes.txt", "report.json"):
+        (model / name).write_text("{}")
+    job(model=str(model))
+    for name in ("generation_config.json", "more.safetensors"):
+        (model / name).write_text("{}")
+        with pytest.raises(JobError, match=rf"the model has changed \({name} was None and is"):
+            job(model=str(model))
+        (model / name).unlink()
 
 
 def test_a_file_that_is_of_no_job_is_not_overwritten(job, tmp_path):
     (tmp_path / "out").write_text("precious")
-    with pytest.raises(JobError, match=r"exists, and no out.job says which job wrote it"):
+    with pytest.raises(JobError, match=r"exists, and no out.job says that this job wrote it"):
         job(plain(3))
     assert (tmp_path / "out").read_text() == "precious" and FakeLLM.made == []
 
@@ -480,7 +496,7 @@ def test_a_file_that_is_no_text_is_refused_whole(job, tmp_path, begins):
 
 
 @pytest.mark.parametrize(
-    "state", ["", "{}", "[]", '{"version": 2, "identity": {"input": {"rows": 1}}}', '{"version": 3}', "[" * 10_000]
+    "state", ["", "{}", "[]", '{"version": 3, "identity": {"input": {"rows": 1}}}', '{"version": 4}', "[" * 10_000]
 )
 def test_a_broken_description_is_refused_with_its_name(job, tmp_path, state):
     (tmp_path / "out.job").write_text(state)
@@ -488,11 +504,12 @@ def test_a_broken_description_is_refused_with_its_name(job, tmp_path, state):
         job(plain(3))
 
 
-def test_a_job_of_an_older_version_is_refused_with_what_to_do(job, tmp_path):
-    """Its journal does not say which rows are error rows."""
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_job_of_an_older_version_is_refused_with_what_to_do(job, tmp_path, version):
+    """Its journal does not say which rows are error rows, or its description not which files are the model's."""
     unfinished(job, tmp_path, plain(50), 30)
     state = json.loads((tmp_path / "out.job").read_text())
-    (tmp_path / "out.job").write_text(json.dumps({**state, "version": 1}))
+    (tmp_path / "out.job").write_text(json.dumps({**state, "version": version}))
     before = (tmp_path / "out.part").read_bytes()
     with pytest.raises(JobError, match=r"an older nanovllm wrote .*out.job; finish .* --restart"):
         job()
@@ -794,10 +811,11 @@ def test_a_finished_job_is_no_failure_and_leaves_only_its_output(job, tmp_path, 
         failed.set()
         raise OSError(5, "Input/output error")
 
-    def written_before_it_fails(self, journal, index) -> None:
-        write(self, journal, index)
+    def written_before_it_fails(self, *arguments):
+        found = write(self, *arguments)
         monkeypatch.setattr(os, "fdatasync", fails)
         assert failed.wait(60)
+        return found
 
     monkeypatch.setattr(Job, "_write_output", written_before_it_fails)
     report, found = job(plain(5), seconds_between_syncs=0.02, report=str(tmp_path / "report"))
@@ -943,7 +961,7 @@ def test_a_model_that_cannot_be_read_is_named(job, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", lambda *arguments: Unreadable())
     with pytest.raises(JobError, match=r"x\.json cannot be read: Input/output error"):
         (tmp_path / "x.json").touch()
-        fingerprint_of_model(tmp_path)
+        fingerprints_of_model(tmp_path)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")

@@ -1,12 +1,13 @@
 """Limits of control groups: of both versions, and of the process's own group and those above it."""
 
+import platform
 from pathlib import Path
 
 import pytest
 import torch
 
 from nanovllm import machine
-from nanovllm.machine import cpu_quotas, free_bytes
+from nanovllm.machine import cpu_quotas, device_kind, free_bytes
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -85,3 +86,15 @@ def test_a_path_that_leaves_the_tree_is_not_followed(groups, path):
 def test_a_machine_without_control_groups_has_what_the_system_says(groups):
     groups.with_name("membership").unlink()
     assert cpu_quotas() == [] and free_bytes(CPU) > 0
+
+
+def test_the_kind_of_a_cpu_is_its_name_and_its_instructions(monkeypatch):
+    kind = device_kind("cpu")
+    assert kind["type"] == "cpu" and kind["instructions"] == torch.backends.cpu.get_cpu_capability()
+    assert kind["name"] in Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else kind["name"]
+
+    def fails(*arguments, **options):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", fails)
+    assert device_kind("cpu")["name"] == (platform.processor() or platform.machine())

@@ -17,8 +17,8 @@ from support.model_factory import edit_config
 import nanovllm.preflight
 from nanovllm import LLM, Preflight, PreflightSummary, PromptCheck, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
-from nanovllm.jobs.job import Job
 from nanovllm.jobs.options import JobOptions
+from nanovllm.jobs.start import preflight_of
 
 WEIGHTS = "model.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -296,4 +296,4 @@ def test_the_models_recommendation_may_be_left_out(tmp_path):
         preflight = Preflight(tmp_path / "model", generation_config=choice)
         assert preflight.get_default_sampling_params().max_tokens == max_tokens
         options = JobOptions("in", "out", str(tmp_path / "model"), engine={"generation_config": choice})
-        assert Job(options)._preflight_of_model().get_default_sampling_params().max_tokens == max_tokens
+        assert preflight_of(options).get_default_sampling_params().max_tokens == max_tokens

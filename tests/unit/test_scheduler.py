@@ -854,7 +854,7 @@ def test_commit_ends_what_the_engine_stops_and_knows_no_predicate():
         params = SamplingParams(max_tokens=9)
         engine.add_request([seq_id], params, lambda token_id: pytest.fail("the scheduler asked"))
     step = scheduler.schedule()
-    finished = scheduler.commit(step, [5, 6], stopped=frozenset((1,)))
+    finished, _ = scheduler.commit(step, [5, 6], stopped=frozenset((1,)))
     assert [(seq.seq_id, seq.finish_reason, seq.completion_token_ids) for seq in finished] == [(1, "stop", [6])]
     step = scheduler.schedule()
     assert [seq.seq_id for seq, _, _ in step.chunks] == [0]
@@ -892,6 +892,84 @@ def test_a_row_whose_logits_prove_broken_after_its_preemption_is_forgotten_as_we
     engine.runner.is_broken = lambda seq: False
     again = add(engine, range(50, 55), max_tokens=1)
     assert run_to_end(engine)[again].num_cached_tokens == 0
+
+
+@both_depths
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_a_broken_row_that_shares_keys_begins_again_without_them(overlap, num_steps):
+    """Another row that was broken may have written them. It once ended with the other's error."""
+    engine = make_engine(overlap=overlap)
+    prompt = list(range(9))
+    add(engine, prompt, max_tokens=12)
+    engine.step()
+    second = add(engine, prompt, max_tokens=6)
+    broken = []
+
+    def is_broken(seq) -> bool:
+        broken.append(seq.num_shared_tokens > 0 and seq.num_computed_tokens >= 9 + num_steps)
+        return broken[-1]
+
+    engine.runner.is_broken = is_broken
+    finished = run_to_end(engine)
+    check_right(engine, finished)
+    assert any(broken) and finished[second].num_cached_tokens == 8 and finished[second].num_preemptions == 1
+    assert not finished[second].may_share and finished[second].error is None
+
+
+@both_depths
+def test_a_row_that_is_broken_by_itself_too_ends_with_an_error(overlap):
+    """It begins again only once. It can be aborted like any other when it has begun again."""
+    engine = make_engine(overlap=overlap)
+    ids = [add(engine, range(9), max_tokens=12)]
+    engine.step()
+    ids += [add(engine, range(9), max_tokens=12) for _ in range(2)]
+    engine.runner.is_broken = lambda seq: seq.seq_id != ids[0]
+    while not (again := [seq for seq in engine._unfinished.values() if not seq.may_share]):
+        engine.step()
+    assert engine.abort(again[0].seq_id) is again[0]
+    finished = run_to_end(engine)
+    (error,) = (seq for seq in finished.values() if seq.finish_reason == "error")
+    assert error.num_preemptions == 1 and "not finite" in error.error and finished[ids[0]].error is None
+
+
+@both_depths
+def test_a_broken_prompt_is_computed_once_for_all_completions(overlap):
+    """Each completion once computed the whole prompt again, because it had the keys of the first one."""
+    engine = make_engine(overlap=overlap)
+    engine.runner.is_broken = lambda seq: True
+    add(engine, range(9), n=8, max_tokens=6)
+    finished = run_to_end(engine)
+    assert [seq.finish_reason for seq in finished.values()] == ["error"] * 8
+    assert all("not finite" in seq.error for seq in finished.values())
+    assert engine.step_stats.num_prefill_tokens == 9 and engine.metrics()["num_preemptions"] == 0
+
+
+@both_depths
+def test_completions_of_a_prompt_that_shares_keys_begin_again_without_them(overlap):
+    """The keys may be broken that the first completion shares with another request."""
+    engine = make_engine(overlap=overlap)
+    add(engine, range(9), max_tokens=12)
+    engine.step()
+    first = add(engine, range(9), n=3, max_tokens=6)
+    engine.runner.is_broken = lambda seq: seq.num_shared_tokens > 0
+    finished = run_to_end(engine)
+    check_right(engine, finished)
+    assert [finished[first + index].num_preemptions for index in range(3)] == [1, 1, 1]
+
+
+def test_rows_that_begin_again_in_one_commit_are_admitted_oldest_first():
+    """The queue once had the newest first. The second row's scores are broken, the others' tokens are."""
+    engine = make_engine(overlap=False)
+    add(engine, range(9), max_tokens=30)
+    engine.step()
+    for index in range(4):
+        scores = {"prompt_logprobs": 0} if index == 1 else {}
+        engine.add_request([*range(8), index, index], SamplingParams(max_tokens=6, **scores), first_scored=9)
+    step = engine.scheduler.schedule()
+    assert [chunk.seq.seq_id for chunk in step.chunks] == [0, 1, 2, 3, 4]
+    _, again = engine.scheduler.commit(step, [7, -1, 7, -1, -1], broken={2})
+    assert sorted(seq.seq_id for seq in again) == [1, 2, 3, 4]
+    assert [seq.seq_id for seq in engine.scheduler.waiting] == [1, 2, 3, 4]
 
 
 def failing_launch(engine: LLMEngine, error: BaseException) -> None:

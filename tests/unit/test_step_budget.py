@@ -77,7 +77,10 @@ def test_every_kernel_of_ours_has_its_part():
     kernels = {name for source in sources for name in re.findall(r"^def (?!has_)(\w+_kernel)\(", source, re.MULTILINE)}
     assert {"decode_kernel", "_rms_norm_kernel"} <= kernels
     rest = {name for name in kernels if step_budget.part_of(name) == step_budget.REST}
-    assert rest <= {"_copy_kernel", "_expand_rows_kernel", "plan_kernel", "_write_tokens_kernel"}
+    assert rest <= {
+        "_copy_kernel", "_expand_rows_kernel", "plan_kernel", "_write_tokens_kernel",
+        "_check_kernel", "_write_kernel", "_weights_sum_kernel",  # of canaries and digests, which benchmarks leave out
+    }  # fmt: skip
 
 
 def test_a_kernel_is_found_in_its_part():

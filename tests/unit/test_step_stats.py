@@ -121,6 +121,31 @@ def test_the_mean_decode_batch_size_is_that_of_the_steps_that_have_decodes(overl
     assert metrics["num_steps"] == len(rows) == metrics["num_decode_steps"] + metrics["num_prefill_steps"]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_means_over_steps_are_those_of_the_scheduler_as_each_step_is_launched(overlap):
+    """With preemptions. A count taken when requests finish would not be such a mean."""
+    engine = make_engine(num_blocks=8, block_size=4, max_model_len=32, max_num_seqs=4, overlap=overlap)
+    scheduler, launch = engine.scheduler, engine.runner.launch
+    seen = []
+
+    def spy(step):
+        held = {block for seq in scheduler.running for block in seq.block_table}
+        seen.append((len(scheduler.running), len(engine._unfinished) - len(scheduler.running), len(held) / 8))
+        return launch(step)
+
+    engine.runner.launch = spy
+    for index in range(9):
+        add(engine, [index] * 6, max_tokens=12)
+    run_to_end(engine)
+    metrics = engine.metrics()
+    assert metrics["num_preemptions"] > 0 and metrics["num_steps"] == len(seen)
+    running, waiting, use = (
+        metrics[name] for name in ("num_running_of_steps", "num_waiting_of_steps", "kvcache_use_of_steps")
+    )
+    assert (running, waiting, use) == tuple(pytest.approx(sum(column)) for column in zip(*seen, strict=True))
+    assert min(running, waiting, use) > 0
+
+
 def test_refused_requests_are_counted():
     """Rows that never ran were once missing from metrics()."""
     engine = make_engine(num_blocks=4, block_size=4, max_model_len=64, max_num_seqs=4)

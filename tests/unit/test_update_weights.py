@@ -387,9 +387,9 @@ def test_requests_added_by_hand_forbid_it(llm, name):
     ALTERATIONS[name](llm)
 
 
-@pytest.mark.parametrize("name", ["generate", *ALTERATIONS])
+@pytest.mark.parametrize("name", ["generate", "weights_digest", *ALTERATIONS])
 def test_a_signal_handler_during_an_update_can_do_nothing(checkpoints, monkeypatch, name):
-    call = ALTERATIONS.get(name, generate)
+    call = {"generate": generate, "weights_digest": LLM.weights_digest, **ALTERATIONS}[name]
     refusals = []
 
     def on_signal(number, frame) -> None:
