@@ -4,12 +4,16 @@ driver.
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.gpu_weights import generate, make_llm
 from support.model_factory import edit_config, read_tensors, save_model
+
+from nanovllm.ops.quantize import E4M3
+from nanovllm.ops.weights_sum import Keys, units_of, weights_sum
 
 pytestmark = pytest.mark.gpu
 
@@ -147,3 +151,111 @@ def test_without_room_it_sleeps_on_and_can_be_woken_later(checkpoints, expected,
         llm.wake_up()
         llm.update_weights(read_tensors(checkpoints[0]))
         assert generate(llm) == expected[0]
+
+
+# Digests
+
+
+def digest(directory: Path, **options) -> dict[str, str]:
+    with make_llm(directory, **options) as llm:
+        return llm.weights_digest(per_tensor=True)
+
+
+@pytest.fixture(scope="module")
+def digests_on_cpu(checkpoints) -> list[dict[str, str]]:
+    on_cpu = {"device": "cpu", "num_kvcache_blocks": 64}
+    return [digest(directory, **on_cpu) for directory in checkpoints]
+
+
+def test_the_digest_is_that_of_one_rank_on_a_cpu(checkpoints, options, digests_on_cpu):
+    """After loading, updates, steps and a sleep; and between two results."""
+    first, second = map(read_tensors, checkpoints)
+    with make_llm(checkpoints[0], **options) as llm:
+        assert llm.weights_digest(per_tensor=True) == digests_on_cpu[0]
+        whole = llm.weights_digest()
+        generate(llm)
+        for _ in llm.generate_iter([[1, 2, 3]] * 4):
+            assert llm.weights_digest() == whole
+        llm.sleep(1)
+        llm.wake_up()
+        assert llm.weights_digest() == whole
+        llm.update_weights(second)
+        assert llm.weights_digest(per_tensor=True) == digests_on_cpu[1]
+        llm.update_weights(first)
+        assert llm.weights_digest() == whole
+
+
+def test_the_digest_of_weights_rounded_to_fp8_is_that_of_the_plain_engine(checkpoints):
+    plain = digest(checkpoints[0], quantization="fp8", attention_backend="torch")
+    assert digest(checkpoints[0], quantization="fp8") == plain
+
+
+def test_a_flipped_bit_of_any_parameter_is_found(checkpoints, digests_on_cpu):
+    with make_llm(checkpoints[0], enforce_eager=True) as llm:
+        for name, parameter in llm.engine.runner.program.model.named_parameters():
+            memory = parameter.data.view(-1).view(torch.uint8)
+            place = len(memory) // 3  # no padding of the vocabulary
+            memory[place] ^= 16
+            if name.endswith("qk_norm.weight"):  # has copies
+                with pytest.raises(RuntimeError, match=r"copies in memory differ, .*_norm.weight \(rank 0\)"):
+                    llm.weights_digest()
+            else:
+                found = llm.weights_digest(per_tensor=True)
+                changed = [each for each in found if found[each] != digests_on_cpu[0][each]]
+                assert len(changed) == 1 and changed[0].rpartition(".")[2] == name.rpartition(".")[2]
+            memory[place] ^= 16
+        assert llm.weights_digest(per_tensor=True) == digests_on_cpu[0]
+
+
+def sum_of(tensor: torch.Tensor, use_kernels: bool) -> int:
+    units, total = units_of(tensor), torch.zeros((), dtype=torch.int64, device=tensor.device)
+    keys = Keys.of(len(units) + 3, units.shape[1] + 8, tensor.device)
+    weights_sum(units, keys.part(3, 8, units), total, use_kernels)
+    return total.item()
+
+
+@pytest.mark.parametrize("before", [0, 3, 16])
+@pytest.mark.parametrize(
+    "size", [(1, 1), (1, 5000), (2, 63), (35, 1030), (300, 4096), (70_000, 2), (3, 70_000)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, E4M3, torch.int8], ids=str)
+def test_the_kernel_of_sums_equals_its_twin(dtype, size, before):
+    """The twin also computes on the GPU, for `attention_backend="torch"`."""
+    num_rows, num_columns = size
+    num_bytes = (before + num_columns) * dtype.itemsize
+    whole = torch.randint(256, (num_rows, num_bytes), dtype=torch.uint8, device="cuda").view(dtype)
+    tensor = whole[:, before:]
+    assert sum_of(tensor, True) == sum_of(tensor, False) == sum_of(tensor.cpu(), False)
+
+
+def test_offsets_of_sums_may_exceed_31_bits():
+    memory = torch.zeros(5 * 2**30, dtype=torch.uint8, device="cuda")
+    far = memory.as_strided((3, 4096), (2**31, 1))
+    far.random_(256)
+    assert sum_of(far, True) == sum_of(far.clone(), False)
+    many = memory.view(-1, 64)  # the index of a row times 64 exceeds 31 bits
+    assert sum_of(many, True) == sum_of(many, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, E4M3], ids=str)
+def test_sums_are_as_fast_as_the_memory(dtype):
+    """A copy reads and writes each byte, so at the speed of memory the sum takes half of its time."""
+    shape = (2**31 // dtype.itemsize // 4096, 4096)
+    x = torch.randint(256, (shape[0], shape[1] * dtype.itemsize), dtype=torch.uint8, device="cuda").view(dtype)
+    units, total, target = units_of(x), torch.zeros((), dtype=torch.int64, device="cuda"), torch.empty_like(x)
+    keys = Keys.of(*units.shape, x.device)
+
+    def seconds(launch) -> float:
+        best = float("inf")
+        for _ in range(10):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            launch()
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end) / 1000)
+        return best
+
+    of_copy, of_sum = seconds(lambda: target.copy_(x)), seconds(lambda: weights_sum(units, keys, total, True))
+    print(f"{dtype}: {x.nbytes / of_sum / 1e9:.0f} GB/s; a copy moves {2 * x.nbytes / of_copy / 1e9:.0f} GB/s")
+    assert of_sum < of_copy

@@ -100,6 +100,14 @@ _MUTANTS_OF_FILE = {
     ],
     "engine/scheduler.py": [
         planted(
+            "a row ends with the error of a row whose keys it shares",
+            "if token == BROKEN_LOGITS and seq.num_shared_tokens:", "if False:",
+            "test_scheduler.py::test_a_broken_row_that_shares_keys_begins_again_without_them"),
+        planted(
+            "completions take their own request's keys for foreign ones",
+            "seq.num_shared_tokens = leader.num_shared_tokens", "pass",
+            "test_scheduler.py::test_a_broken_prompt_is_computed_once_for_all_completions"),
+        planted(
             "a fork does not copy the leader's state",
             "self._copy_state(step, leader, seq)", "pass",
             "test_snapshots.py::test_completions_of_one_prompt_copy_its_state_and_need_no_snapshot"),
@@ -187,6 +195,15 @@ _MUTANTS_OF_FILE = {
     ],
     "engine/sequence.py": [
         planted(
+            "a row that begins again keeps the scores of its first attempt",
+            "again.states, again.prompt_logprobs = [], [], [], bytearray()",
+            "again.states, again.prompt_logprobs = [], [], [], self.prompt_logprobs",
+            "test_broken_logits.py::test_scores_beside_a_broken_one_stay"),
+        planted(
+            "a row that begins again may share again",
+            "SequenceStatus.WAITING, -1, NO_STOP, False", "SequenceStatus.WAITING, -1, NO_STOP, True",
+            "test_scheduler.py::test_a_broken_row_that_shares_keys_begins_again_without_them"),
+        planted(
             "what is cached is missing in a mean",
             'length if self.pooling.tokens == "last" else 1', "length",
             "test_one_pass.py::test_a_row_that_was_preempted_returns_each_state_once[True]"),
@@ -232,6 +249,22 @@ _MUTANTS_OF_FILE = {
             "test_scheduler.py::test_newcomers_with_a_popular_prefix_cannot_keep_others_waiting"),
     ],
     "engine/step.py": [
+        planted(
+            "a prompt's second half scores the first token without the state before it",
+            "each._replace(start=max(each.start, end + 1))", "each._replace(start=max(each.start, end))",
+            "test_out_of_memory.py::test_a_prompt_alone_is_computed_in_halves_of_its_tokens"),
+        planted(
+            "a wrong slot is not reported",
+            "if self.wrong_slot is not None:", "if False:",
+            "test_cache_canary.py::test_a_wrong_key_is_found_in_the_step_that_reads_it"),
+        planted(
+            "a sibling is parted from the row whose logits it samples",
+            "if index and chunk.num_new_tokens]", "if index]",
+            "test_out_of_memory.py::test_halves_have_all_of_a_step_once_and_in_its_order"),
+        planted(
+            "blocks are copied before both halves have stored their keys",
+            "Step.of(step.chunks[:cut], scored", "Step.of(step.chunks[:cut], step.copies, scored",
+            "test_out_of_memory.py::test_halves_have_all_of_a_step_once_and_in_its_order"),
         planted(
             "single tokens behind a longer chunk are taken for decodes",
             "num_decodes += num_decodes == index", "num_decodes += 1",
@@ -335,6 +368,11 @@ _MUTANTS_OF_FILE = {
             "test_sequence_table.py::test_stop_tokens_are_banned_until_min_tokens_have_been_generated"),
     ],
     "runner/model_runner.py": [
+        planted(
+            "a model with recurrent states takes its tokens twice",
+            "if self.settings.parallel.size > 1 or self.program.kv_cache.states:",
+            "if self.settings.parallel.size > 1:",
+            "test_out_of_memory.py::test_a_model_with_states_does_not_try_again"),
         planted(
             "an update's first tensors are copied before the last is looked at",
             "self.load_update(self.check_update(given_tensors(weights)))", "self.load_update(given_tensors(weights))",
@@ -442,6 +480,34 @@ _MUTANTS_OF_FILE = {
             'if not 0 <= token_id < info.vocab_size:\n                raise ValueError(f"{name}',
             'if not 0 <= token_id <= info.vocab_size:\n                raise ValueError(f"{name}',
             "test_bad_input.py::test_a_rule_about_a_token_outside_the_vocabulary_spoils_only_its_row"),
+    ],
+    "ops/cache_canary.py": [
+        planted(
+            "new tokens begin a sum of their own",
+            "written = of_new[1:] + torch.repeat_interleave(continued, num_new)", "written = of_new[1:].clone()",
+            "test_cache_canary.py::test_a_workload_without_faults_never_fires[qwen3]"),
+        planted(
+            "a sibling's block is checked before it is copied",
+            "lengths = torch.where(num_new > 0, rows.context_lens, 0).long()", "lengths = rows.context_lens.long()",
+            "test_cache_canary.py::test_a_workload_without_faults_never_fires[qwen3]"),
+        planted(
+            "canaries of blocks behind the window are checked",
+            "            is_wrong &= position > (starts - window)[row]\n", "            pass\n",
+            "test_cache_canary.py::test_a_workload_without_faults_never_fires[gemma3]"),
+        planted(
+            "a canary forgets the position",
+            "finalized((positions << 32).add_(token_ids)", "finalized((positions * 0).add_(token_ids)",
+            "test_cache_canary.py::test_mix_is_the_finalizer_of_splitmix64"),
+        planted(
+            "the kernel checks only the new tokens",
+            "    for at in range(tl.program_id(1) * WIDTH, length,", "    for at in range(length - num_new, length,",
+            "test_cache_canary.py::test_the_kernels_write_and_find_what_their_twin_does"),
+    ],
+    "runner/kv_cache.py": [
+        planted(
+            "forks do not copy canaries",
+            "return KVCache((*tensors, canaries), layers", "return KVCache(tensors, layers",
+            "test_cache_canary.py::test_a_workload_without_faults_never_fires[qwen3]"),
     ],
     "ops/expand_rows.py": [
         historic(
@@ -829,6 +895,10 @@ _MUTANTS_OF_FILE = {
     ],
     "ops/collectives.py": [
         planted(
+            "ranks add in any order",
+            "if self.size > 1 and self.in_rank_order:", "if False:",
+            "test_determinism.py::test_ranks_add_in_their_order"),
+        planted(
             "a rank's columns are taken for its rows",
             "received.unflatten(0, (self.size, -1)).transpose(0, 1)", "received.unflatten(0, (-1, self.size))",
             "test_layers.py::test_a_model_over_several_ranks_is_the_model",
@@ -881,6 +951,22 @@ _MUTANTS_OF_FILE = {
             "a changed job goes on",
             "    if changed:\n", "    if False:\n", "test_jobs.py::test_a_changed_job_is_refused_with_what_changed"),
     ],
+    "jobs/proof.py": [
+        planted(
+            "a deterministic job goes on in another environment",
+            "    if found := environment_differences(before, now):\n", "    if found := []:\n",
+            "test_job_proof.py::test_a_job_goes_on_only_in_the_environment_in_which_it_began"),
+        planted(
+            "a manifest that was edited is read",
+            '    if manifest.get("checksum") != _checksum(manifest):\n', "    if False:\n",
+            "test_job_proof.py::test_a_damaged_manifest_is_refused_with_what_is_wrong[edited]"),
+    ],
+    "jobs/verify.py": [
+        planted(
+            "a row that runs alone has the data columns of another",
+            "None if data is None else _ChosenData(data, frozenset(numbers))", "data",
+            "test_job_proof.py::test_a_row_has_its_own_data_columns_when_it_runs_alone[lines-out.parquet]"),
+    ],
     "jobs/row_params.py": [
         historic(
             "a row's seed comes from its place",
@@ -921,6 +1007,42 @@ _MUTANTS_OF_FILE = {
             "ranks divide blocks",
             "(length % block and start + length < size)", "False",
             "test_fp8.py::test_a_part_of_a_weight_is_of_whole_blocks"),
+    ],
+    "ops/row_invariant.py": [
+        planted(
+            "a product has as many rows as the step",
+            "for tile in padded.split(_ROWS)]", "for tile in padded.split(len(padded))]",
+            "test_determinism.py::test_a_product_in_tiles_equals_the_whole_one[100-torch.float32]"),
+        planted(
+            "rows of an odd size begin at any address",
+            "_SIZE_MULTIPLE = 16", "_SIZE_MULTIPLE = 1",
+            "test_determinism.py::test_rows_of_an_odd_size_do_not_depend_on_their_place[torch.float32]"),
+        planted(
+            "an activation computes its last numbers by other instructions",
+            "return gate / (1 + (-gate).exp_())", "return torch.nn.functional.silu(gate)",
+            "test_determinism.py::test_activations_do_not_depend_on_their_place[torch.float32-silu]"),
+        planted(
+            "the sum of a single row is divided between threads",
+            "if len(x) > 1 else x.repeat(2, 1).sum(-1, keepdim=True)[:1]", "",
+            "test_determinism.py::test_sums_of_one_row_are_those_of_several[50000]"),
+    ],
+    "attention/tiled_backend.py": [
+        planted(
+            "tiles of queries begin where their chunk begins",
+            "position // num_queries], 1)", "number // num_queries], 1)",
+            "test_determinism.py::test_no_schedule_changes_a_byte[qwen3-torch.bfloat16]",
+            "test_attention.py::test_ragged_decodes_from_1_to_4096[tiled-torch.float32]"),
+        planted(
+            "a tile of queries sees the keys after it",
+            "if window else distance < 0", "if window else distance < -1",
+            "test_attention.py::test_page_boundaries_change_nothing[tiled-torch.float32-4]",
+            "test_determinism.py::test_no_schedule_changes_a_byte[qwen3-torch.bfloat16]"),
+    ],
+    "runner/determinism.py": [
+        planted(
+            "a start compares a prompt with itself",
+            "if whole != in_chunks[-1]:", "if False:",
+            "test_determinism.py::test_a_start_finds_chunks_that_change_bits"),
     ],
     "ops/quantize.py": [
         planted(
