@@ -108,11 +108,14 @@ def test_the_kernels_write_and_find_what_their_twin_does(block_size, num_groups,
         group, position = rng.randrange(num_groups), rng.randrange(cache.lengths[row] - 2)
         index, old = position // block_size, cache.table.block_tables.clone()
         slot = cache.table.block_tables[group, row, index].item(), position % block_size
-        kind = rng.choice(["slot", "table", "outside"])
+        num_new = 2 if row == 3 else 1
+        # A step cannot write its new tokens to a block that the cache lacks.
+        is_written = (cache.lengths[row] - num_new) // block_size <= index
+        kind = rng.choice(["slot", "table"] if is_written else ["slot", "table", "outside"])
         if kind == "slot":
             cache.canaries[slot] += rng.choice([1, -1, 2**40])
         else:
-            position, wrong_block = index * block_size, (len(cache.canaries) + 9, -5)[rng.randrange(2)]
+            position, wrong_block = index * block_size, rng.choice([len(cache.canaries) + 9, -5])
             other = cache.table.block_tables[group, 2, -1] if kind == "table" else wrong_block
             cache.table.block_tables[group, row, index] = other
             slot = int(other), 0
@@ -122,7 +125,6 @@ def test_the_kernels_write_and_find_what_their_twin_does(block_size, num_groups,
             cache.canaries.copy_(spoilt)
             found.append(cache.step([1, 1, 1, 2], 2, window, use_kernels))
         assert torch.equal(*found)
-        num_new = 2 if row == 3 else 1
         first_seen = max(0, cache.lengths[row] - num_new - window + 1) if group else 0
         if kind != "slot":
             position = max(position, first_seen)
