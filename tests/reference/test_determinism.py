@@ -15,6 +15,8 @@ from support.long import long, some
 from support.model_factory import TINY, save_model
 
 from nanovllm import LLM, PoolingParams, SamplingParams
+from nanovllm.layers import embed_head
+from nanovllm.layers import linear as linear_layers
 from nanovllm.layers.linear import LinearBase
 from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.collectives import Parallel
@@ -349,6 +351,24 @@ def test_sums_of_one_row_are_those_of_several(size):
         torch.set_num_threads(num_threads)
     torch.testing.assert_close(sums_of_rows(x), x.sum(1, keepdim=True))
     assert torch.equal(torch.cat(sums), sums_of_rows(x))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_moe"])
+def test_every_product_of_a_model_has_the_same_number_of_rows(name, tmp_path, monkeypatch):
+    """Products of tiny models have the same bits at most numbers of rows, so the bytes alone would not show one that
+    takes all rows of the step."""
+    sizes = set()
+    for module in (linear_layers, embed_head, F):
+
+        def noted(x, *args, function=module.linear, **options):
+            sizes.add((x.shape[0], function.__module__))
+            return function(x, *args, **options)
+
+        monkeypatch.setattr(module, "linear", noted)
+    with LLM(save(name, tmp_path / "model"), device="cpu", deterministic=True) as llm:
+        sizes.clear()
+        llm.generate([[5, 6, 7], [8], list(range(1, 40))], SamplingParams(max_tokens=3), use_tqdm=False)
+    assert {num_rows for num_rows, _ in sizes} == {32}, sizes
 
 
 def test_ranks_add_in_their_order():
