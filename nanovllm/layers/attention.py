@@ -69,7 +69,8 @@ class Attention(nn.Module):
             values = qkv.product if isinstance(qkv, ScaledProduct) else qkv
             qk, v = values.unflatten(1, (-1, head_dim)).tensor_split((-num_kv_heads,), 1)
             if self.use_kernels:
-                has_prompts = metadata.query_tiles is not None
+                # If bits must not depend on the step, the kernel that norms a row must not either.
+                has_prompts = metadata.query_tiles is not None or self.backend.is_deterministic
                 qk = qk_norm_rotate_store(qkv, weight, eps, *rotary[:3], cache, slots, has_prompts)
             else:
                 qk = rotary.rotate(qk if qk_norm is None else qk_norm(qk))

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from nanovllm.ops.collectives import Parallel
-from nanovllm.ops.row_invariant import PLAIN, ROW_INVARIANT, RowOps
+from nanovllm.ops.row_invariant import PLAIN, RowOps
 
 
 @dataclass(frozen=True)
@@ -16,19 +16,19 @@ class LayerContext:
     dtype, device: dtype and device of parameters and activations.
     use_kernels: compute with our kernels instead of their plain twins.
     parallel: this rank's place among those that share the model.
-    deterministic: a row's results depend on that row alone, bit for bit.
+    row_ops: how to compute rows.
     """
 
     dtype: torch.dtype
     device: torch.device
     use_kernels: bool = False
     parallel: Parallel = Parallel()  # noqa: RUF009 (frozen)
-    deterministic: bool = False
+    row_ops: RowOps = PLAIN
 
     @property
-    def row_ops(self) -> RowOps:
-        """How to compute rows without kernels."""
-        return ROW_INVARIANT if self.deterministic else PLAIN
+    def deterministic(self) -> bool:
+        """A row's results depend on that row alone, bit for bit."""
+        return self.row_ops.is_invariant
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An uninitialised parameter; `dtype=None` means the context's dtype."""

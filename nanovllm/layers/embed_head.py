@@ -1,6 +1,5 @@
 """Token embedding and LM head, divided over the ranks by rows of the vocabulary; and the classification head."""
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,6 @@ from nanovllm.layers.forms import PartialSum
 from nanovllm.layers.linear import Packable
 from nanovllm.layers.shard import WHOLE, Shard, Shards, replicated_shards
 from nanovllm.ops.collectives import Parallel
-from nanovllm.ops.linear import linear
 
 # Each rank's part of the vocabulary is a multiple of this, because matrix products are faster at such sizes.
 _ROWS = 16
@@ -105,7 +103,7 @@ class ParallelLMHead(VocabParallel, Packable):
 
     def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext, weight: nn.Parameter | None = None):
         super().__init__(vocab_size, hidden_size, context, weight)
-        self._shares_weight, self._multiply_rows = weight is not None, context.row_ops.multiply
+        self._shares_weight, self._linear = weight is not None, context.row_ops.linear
 
     def shards(self, name: str) -> Shards:
         return self._shards_of(self.parameter(name))
@@ -122,8 +120,7 @@ class ParallelLMHead(VocabParallel, Packable):
         """
         exchange = self.parallel.sampling_exchange
         out = None if exchange is None else exchange.columns[: len(hidden_states)]
-        multiply = partial(linear, weight=self.weight, packed=self.packed, use_kernels=self.use_kernels, out=out)
-        return self._multiply_rows(hidden_states, multiply)
+        return self._linear(hidden_states, self.weight, self.packed, use_kernels=self.use_kernels, out=out)
 
 
 class ClassificationHead(nn.Module):

@@ -109,6 +109,7 @@ class Experts(nn.Module):
         super().__init__()
         self._top_k, self._renormalizes, self._activation = top_k, renormalizes, activation
         self._use_kernels, self._row_ops = context.use_kernels, context.row_ops
+        self._deterministic = context.deterministic
         part = context.parallel.shard(size, "the experts' intermediate size")
         self.gate = Router(hidden_size, num_experts, context)
         self.gate_up_proj = ExpertColumns((num_experts, 2 * part[1], hidden_size), size, part, format, context)
@@ -118,8 +119,10 @@ class Experts(nn.Module):
 
     def variant_key(self, num_tokens: int) -> int:
         """See CausalLM.variant_key."""
+        if not self._use_kernels:
+            return 0
         num_experts, dtype = len(self.gate.weight), self.gate.weight.dtype
-        return find_pairs_of_tile(num_tokens * self._top_k, num_experts, dtype) if self._use_kernels else 0
+        return find_pairs_of_tile(num_tokens * self._top_k, num_experts, dtype, self._deterministic)
 
     def forward(self, hidden_states: torch.Tensor) -> PartialSum:
         """hidden_states: [num_tokens, hidden_size] -> the same shape"""

@@ -25,7 +25,7 @@ from nanovllm.layers.shard import (
     shards_of_rows,
 )
 from nanovllm.ops.fused_product import has_fused_product
-from nanovllm.ops.linear import MAX_ROWS_IN_PARTS, linear, linear_in_parts, num_input_parts, pack_weight
+from nanovllm.ops.linear import MAX_ROWS_IN_PARTS, linear_in_parts, num_input_parts, pack_weight
 from nanovllm.ops.quantize import Quantized, ScaledProduct
 
 
@@ -82,9 +82,10 @@ class LinearBase(Packable, FormattedWeight):
     ):
         super().__init__((output_size, input_size), format, context)
         self.use_kernels, self.parallel = context.use_kernels, context.parallel
-        self._multiply_rows = context.row_ops.multiply
+        self._row_ops = context.row_ops
         self.bias = context.parameter(output_size) if bias else None
-        makes = Form.UNFINISHED if context.use_kernels else Form.PLAIN
+        # An unfinished product is added in another order, and only in steps of some sizes.
+        makes = Form.UNFINISHED if context.use_kernels and not context.deterministic else Form.PLAIN
         self.accepts = Form.PLAIN
         if format is not None:
             format.check(output_size, input_size)
@@ -96,14 +97,13 @@ class LinearBase(Packable, FormattedWeight):
         return 1 if self.format is None else self.format.variant_key(num_tokens)
 
     def _multiply(self, x: torch.Tensor | Quantized, bias: torch.Tensor | None) -> torch.Tensor | ScaledProduct:
-        """x: [..., input_size] -> [..., output_size]"""
+        """x: [num_rows, input_size] -> [num_rows, output_size]"""
         if self.format is None:
             assert isinstance(x, torch.Tensor), "only layers in FP8 take inputs in FP8"
-            by_weight = partial(linear, weight=self.weight, packed=self.packed, use_kernels=self.use_kernels)
-            return self._multiply_rows(x, partial(by_weight, bias=bias))
+            return self._row_ops.linear(x, self.weight, self.packed, bias=bias, use_kernels=self.use_kernels)
         weight, scales = self.get_parameter("weight"), self.get_parameter(self.format.scale_name)
         by_format = partial(self.format.multiply, weight=weight, scales=scales, bias=bias, gives=self.gives)
-        return self._multiply_rows(x, by_format)
+        return self._row_ops.multiply(x, by_format)
 
 
 class MergedColumnParallelLinear(LinearBase):
@@ -129,7 +129,7 @@ class MergedColumnParallelLinear(LinearBase):
         return super().variant_key(num_tokens)
 
     def forward(self, x: torch.Tensor | Quantized) -> torch.Tensor | ScaledProduct | PendingProduct:
-        """x: [..., input_size] -> [..., output_size / ranks], in one of the forms of `gives`"""
+        """x: [num_rows, input_size] -> [num_rows, output_size / ranks], in one of the forms of `gives`"""
         if isinstance(x, torch.Tensor) and self.variant_key(x.shape[0]) == 0:
             return PendingProduct(x, self.get_parameter("weight"))
         return self._multiply(x, self.bias)

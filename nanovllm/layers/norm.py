@@ -9,7 +9,7 @@ from torch import nn
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.forms import Form, PartialSum, PendingProduct
 from nanovllm.layers.shard import Rows, Shard, Shards, replicated_shards, shards_of_rows
-from nanovllm.ops.norm import add_rms_norm, rms_norm
+from nanovllm.ops.norm import add_rms_norm, rms_norm, sums_of_squares
 from nanovllm.ops.quantize import Quantized, ScaledProduct
 
 
@@ -142,7 +142,7 @@ class ProjectionNorm(nn.Module):
 
     def __init__(self, rows: Sequence[Rows], eps: float, context: LayerContext):
         super().__init__()
-        self.eps, self.parallel = eps, context.parallel
+        self.eps, self.parallel, self._use_kernels = eps, context.parallel, context.use_kernels
         self._rows = [each._replace(key=key) for key, each in zip(("q_norm", "k_norm"), rows, strict=True)]
         self._lengths = [each.length for each in rows]
         self.weight = context.parameter(sum(self._lengths))
@@ -153,8 +153,8 @@ class ProjectionNorm(nn.Module):
     def forward(self, qkv: torch.Tensor) -> torch.Tensor:
         """qkv: [num_tokens, query, key and value columns of this rank] -> the same tensor, normed in place"""
         parts = qkv[:, : len(self.weight)].split(self._lengths, 1)
-        norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
-        means = torch.stack([norm.square() / length for norm, length in zip(norms, self._lengths, strict=True)], 1)
+        sums = [sums_of_squares(part, self._use_kernels) for part in parts]
+        means = torch.stack([each / length for each, length in zip(sums, self._lengths, strict=True)], 1)
         # The mean of the ranks' means counts every head alike: each rank has the same number of heads, and each key
         # head is on the same number of ranks.
         scales = torch.rsqrt(self.parallel.all_reduce(means) / self.parallel.size + self.eps)

@@ -117,10 +117,13 @@ class ChannelFp8(WeightFormat):
         return Shard((shard.shape[0], 1), (shard.source[0], (0, 1)), target[:, None])
 
     def multiply(self, x, weight, scales, bias, gives=Form.PLAIN):
+        dtype = self._context.dtype
         quantized = x if isinstance(x, Quantized) else quantize_rows(x, self._context.use_kernels)
-        if Form.SCALED in gives:
-            return scaled_product(quantized, weight, scales, self._one, self._context.dtype)
-        return whole_product(quantized, weight, scales, bias, self._context.dtype)
+        if Form.SCALED not in gives and not (self._context.deterministic and self._context.use_kernels):
+            return whole_product(quantized, weight, scales, bias, dtype)
+        product = self._context.row_ops.fp8_product
+        scaled = scaled_product(quantized, weight, scales, self._one, dtype, product)
+        return scaled if Form.SCALED in gives else scaled.whole(bias)
 
 
 class BlockFp8(WeightFormat):

@@ -86,10 +86,12 @@ class Sampler:
         vocab: this rank's columns.
         parallel: this rank's place.
         use_kernels: compute with our kernels.
+        deterministic: a row's results depend on that row alone, bit for bit, not on what other rows ask for.
     """
 
-    def __init__(self, vocab: VocabSlice, parallel: Parallel, use_kernels: bool = False):
+    def __init__(self, vocab: VocabSlice, parallel: Parallel, use_kernels: bool = False, deterministic: bool = False):
         self._vocab, self._parallel, self._use_kernels = vocab, parallel, use_kernels
+        self._has_one_way = deterministic and use_kernels
 
     def sample(
         self,
@@ -185,10 +187,12 @@ class Sampler:
         return Sampled(token_ids, of_tokens)
 
     def _processed(self, logits, rows: SampledRows, needs: SamplingNeeds, tokens, rules, first_id: int = 0):
+        if self._has_one_way:  # kernels add numbers of other dtypes, or with other strides, in another order
+            logits = logits.float().contiguous()
         if needs.changes:
             logits = logits.to(torch.float32, copy=True)  # the raw ones stay as they are
             for row, change in needs.changes:
-                logits[row] = change(logits[row])
+                logits[row] = change(logits[row].clone())  # how a view is aligned depends on the row
         if not needs.rules_version:
             return logits
         return process_logits(logits, rows.entries, rows.lengths, tokens, rules, first_id, self._use_kernels)

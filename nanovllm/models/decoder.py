@@ -27,6 +27,7 @@ from nanovllm.ops.act_and_mul import triton_act_and_mul
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.fused_product import gated_product
 from nanovllm.ops.layer_cache import LayerCache
+from nanovllm.ops.row_invariant import PLAIN, RowOps
 
 
 def residual_norm(config: ModelConfig, context: LayerContext, gives: Form = Form.PLAIN) -> RMSNorm:
@@ -220,7 +221,7 @@ class CausalLM(nn.Module):
         config: the architecture's numbers.
         max_position: positions are below it.
         backend: the attention backend.
-        parallel, dtype, device, use_kernels, deterministic: see LayerContext. Parameters are left uninitialised.
+        parallel, dtype, device, use_kernels, row_ops: see LayerContext. Parameters are left uninitialised.
     """
 
     lm_head: ParallelLMHead | None
@@ -235,10 +236,10 @@ class CausalLM(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         use_kernels: bool = False,
-        deterministic: bool = False,
+        row_ops: RowOps = PLAIN,
     ):
         super().__init__()
-        context = LayerContext(dtype, device, use_kernels, parallel, deterministic)
+        context = LayerContext(dtype, device, use_kernels, parallel, row_ops)
         self.model = Decoder(config, backend, context)
         self.rotary_embs = {
             rope: RotaryEmbedding(config.head_dim, max_position, rope, dtype, device)

@@ -74,6 +74,7 @@ _TILES = {
     64: (_Tile(64, 128, 3, 4), _Tile(128, 128, 3, 4)),
     128: (_Tile(128, 128, 4, 8), _Tile(256, 128, 4, 8)),
 }
+_ONE_SIZE = 64  # of all tiles, if results must not depend on the step: others add FP8 in other portions
 # Maximum number of pairs that the listing kernel reads at a time.
 _PAIRS_OF_CHUNK = 8192
 
@@ -214,8 +215,10 @@ def _combine_kernel(outputs, weights, out, TOP_K: tl.constexpr, HIDDEN_SIZE: tl.
     tl.store(out + token * HIDDEN_SIZE + column, total, is_real)
 
 
-def find_pairs_of_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
+def find_pairs_of_tile(num_pairs: int, num_experts: int, dtype: torch.dtype, deterministic: bool = False) -> int:
     """Pairs of a token and an expert per program."""
+    if deterministic:
+        return _ONE_SIZE
     # A tile holds about twice the average number of pairs per expert, because each further tile of an expert reads its
     # weights again. With the largest tile, products of float32 would need too many registers.
     max_num_pairs = 128 if dtype.itemsize == 2 else 64
@@ -232,7 +235,7 @@ def _launch_options(tile: _Tile, num_rows: int, x: torch.Tensor) -> dict[str, in
 
 
 def triton_grouped_mlp(
-    x: torch.Tensor, routes: Routes, gate_up: ExpertWeights, down: ExpertWeights, activation: str
+    x: torch.Tensor, routes: Routes, gate_up: ExpertWeights, down: ExpertWeights, activation: str, deterministic: bool
 ) -> torch.Tensor:
     (num_tokens, top_k), (num_experts, hidden_size, size), device = routes.experts.shape, down.weight.shape, x.device
     num_pairs = num_tokens * top_k
@@ -246,7 +249,7 @@ def triton_grouped_mlp(
         routes.experts, pairs, counts, num_pairs, num_tokens, CHUNK=chunk, num_warps=max(4, chunk // 1024),
         **LAUNCH_OPTIONS,
     )  # fmt: skip
-    pairs_of_tile = find_pairs_of_tile(num_pairs, num_experts, x.dtype)
+    pairs_of_tile = find_pairs_of_tile(num_pairs, num_experts, x.dtype, deterministic)
     num_tiles = num_pairs // pairs_of_tile + min(num_experts, num_pairs)
     of_hidden, of_outputs = _TILES[pairs_of_tile]
     shape = {
@@ -287,11 +290,11 @@ def grouped_mlp(
         gate_up: 2 × size outputs and hidden_size inputs.
         down: hidden_size outputs and size inputs.
         activation: see act_and_mul.
-        use_kernels: compute with the kernels, or else with `row_ops`.
+        use_kernels: compute with the kernels, and otherwise with `row_ops`. Tiles have one size if those are invariant.
 
     Returns:
         [num_tokens, hidden_size].
     """
     if use_kernels:
-        return triton_grouped_mlp(x, routes, gate_up, down, activation)
+        return triton_grouped_mlp(x, routes, gate_up, down, activation, row_ops.is_invariant)
     return plain_grouped_mlp(x, routes, gate_up, down, activation, row_ops)

@@ -113,7 +113,7 @@ def triton_single_row_linear(
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor | None,
-    packed: torch.Tensor | None,
+    packed: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     use_kernels: bool = False,
     out: torch.Tensor | None = None,

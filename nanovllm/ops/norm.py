@@ -76,6 +76,27 @@ def triton_rms_norm(
     return normed, total
 
 
+@jit
+def _sums_of_squares_kernel(x, sums, stride, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """One program per row."""
+    begin()
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    values = tl.load(x + row * stride + column, column < SIZE, 0.0).to(tl.float32)
+    tl.store(sums + row, tl.sum(values * values, 0))
+
+
+def sums_of_squares(x: torch.Tensor, use_kernels: bool = False) -> torch.Tensor:
+    """x: [num_rows, size]; rows may have a stride -> float32 [num_rows]. PyTorch adds in an order that depends on the
+    number of rows; the kernel does not."""
+    if not use_kernels:
+        return torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).square()
+    (num_rows, size), sums = x.shape, torch.empty(len(x), dtype=torch.float32, device=x.device)
+    _sums_of_squares_kernel[(num_rows,)](
+        x, sums, x.stride(0), SIZE=size, PADDED=triton.next_power_of_2(size), num_warps=8, **LAUNCH_OPTIONS
+    )
+    return sums
+
+
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, use_kernels: bool = False, quantizes: bool = False
 ) -> torch.Tensor | Quantized:

@@ -5,6 +5,7 @@ quantizes it, and the kernel that reads the product next, which reads all of it 
 """
 
 import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -67,10 +68,10 @@ class ScaledProduct(NamedTuple):
     row_scales: torch.Tensor
     column_scales: torch.Tensor
 
-    def whole(self) -> torch.Tensor:
-        """[num_rows, size], in the product's dtype"""
+    def whole(self, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[num_rows, size], in the product's dtype, with a bias [size] added."""
         scaled = self.product.float() * self.row_scales[:, None] * self.column_scales
-        return scaled.to(self.product.dtype)
+        return (scaled if bias is None else scaled + bias).to(self.product.dtype)
 
 
 def plain_quantize_rows(x: torch.Tensor) -> Quantized:
@@ -206,25 +207,33 @@ def quantize_row_blocks(x: torch.Tensor, columns: int, use_kernels: bool = False
     return (triton_quantize_row_blocks if use_kernels else plain_quantize_row_blocks)(x, columns)
 
 
-def scaled_product(
-    x: Quantized, weight: torch.Tensor, scales: torch.Tensor, one: torch.Tensor, dtype: torch.dtype
-) -> ScaledProduct:
-    """The product of two matrices in e4m3, computed in float32 and rounded to `dtype`.
+def fp8_product(x: torch.Tensor, weight: torch.Tensor, one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x @ weight.T` of two matrices in e4m3, computed in float32 and rounded to `dtype`.
 
     Args:
         x: [num_rows, input_size].
-        weight: float8_e4m3fn [output_size, input_size].
-        scales: float32 [output_size], the scales of the weight's rows.
+        weight: [output_size, input_size].
         one: float32 [], the number 1 on the weight's device.
 
     Returns:
-        `x @ weight.T`: [num_rows, output_size].
+        [num_rows, output_size].
     """
     if weight.is_cuda:
-        product = torch._scaled_mm(x.values, weight.mT, scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
-    else:
-        product = _exact_product(x.values, weight).to(dtype)
-    return ScaledProduct(product, x.scales, scales)
+        return torch._scaled_mm(x, weight.mT, scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
+    return _exact_product(x, weight).to(dtype)
+
+
+def scaled_product(
+    x: Quantized,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    one: torch.Tensor,
+    dtype: torch.dtype,
+    product: Callable[..., torch.Tensor] = fp8_product,
+) -> ScaledProduct:
+    """Multiplies by `product` and leaves the scales to the reader. scales: float32 [output_size], those of the weight's
+    rows."""
+    return ScaledProduct(product(x.values, weight, one, dtype), x.scales, scales)
 
 
 def whole_product(
@@ -234,8 +243,11 @@ def whole_product(
     rows.
 
     Args:
-        x, weight, scales, dtype: as for `scaled_product`.
+        x: rows of [num_rows, input_size].
+        weight: float8_e4m3fn [output_size, input_size].
+        scales: float32 [output_size], the scales of the weight's rows.
         bias: [output_size] or None.
+        dtype: the result's dtype.
     """
     if weight.is_cuda:
         return torch._scaled_mm(

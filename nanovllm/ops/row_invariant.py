@@ -1,5 +1,5 @@
-"""RowOps: how layers compute rows where no kernel does: as PyTorch does, or row-invariantly, so that a row's result
-depends on that row alone, bit for bit.
+"""RowOps: how layers compute rows. As usual; or so that a row's result depends on that row alone, bit for bit: by
+ops/ordered_product.py on a GPU, and by the operations here on a CPU.
 
 PyTorch's products choose a kernel by the number of rows, and kernels add in different orders. Its sigmoid computes the
 last numbers of a tensor by other instructions than the first ones. So the operations here multiply a fixed number of
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from nanovllm.ops.act_and_mul import plain_act_and_mul
 from nanovllm.ops.linear import linear
-from nanovllm.ops.quantize import ScaledProduct
+from nanovllm.ops.quantize import ScaledProduct, fp8_product
 
 # Rows per product: few enough for a decode of one row, and enough that a long prompt takes little more time.
 _ROWS = 32
@@ -26,16 +26,23 @@ _SIZE_MULTIPLE = 16
 class RowOps(NamedTuple):
     """Chosen once for all layers of a model.
 
+    is_invariant: a row's results depend on that row alone, bit for bit.
     multiply: applies a function that works row by row: (x [num_rows, input_size], function) -> its result.
-    linear: `x @ weight.T`, by (x [num_rows, input_size], weight [output_size, input_size]).
+    linear: as `ops.linear.linear`.
+    fp8_product: as `ops.quantize.fp8_product`.
     act_and_mul: as ops/act_and_mul.py.
     sigmoid: of each number.
+    prepare: called for each weight before the model runs, by (weight, dtype of the results, whether there is a bias,
+        maximum number of rows).
     """
 
+    is_invariant: bool
     multiply: Callable[[Any, Callable[[Any], Any]], Any]
-    linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    linear: Callable[..., torch.Tensor]
+    fp8_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
     act_and_mul: Callable[[torch.Tensor | ScaledProduct, str], torch.Tensor]
     sigmoid: Callable[[torch.Tensor], torch.Tensor]
+    prepare: Callable[[torch.Tensor, torch.dtype, bool, int], None] = lambda *_: None
 
 
 def in_row_tiles(x: torch.Tensor, multiply: Callable[[torch.Tensor], Any]) -> torch.Tensor:
@@ -49,12 +56,14 @@ def in_row_tiles(x: torch.Tensor, multiply: Callable[[torch.Tensor], Any]) -> to
     return torch.cat([multiply(tile.clone()) for tile in padded.split(_ROWS)])[:num_rows]
 
 
-def row_invariant_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def row_invariant_linear(
+    x: torch.Tensor, weight: torch.Tensor | None, packed: torch.Tensor | None = None, **options: Any
+) -> torch.Tensor:
     """See RowOps. Rows of an odd size begin at other addresses than multiples of 16 bytes, from which MKL may add in
-    another order. So rows are padded with zeros."""
-    if padding := -x.shape[1] % _SIZE_MULTIPLE:
+    another order. So rows are padded with zeros, unless the weight is packed."""
+    if weight is not None and packed is None and (padding := -x.shape[1] % _SIZE_MULTIPLE):
         x, weight = F.pad(x, (0, padding)), F.pad(weight, (0, padding))
-    return in_row_tiles(x, partial(F.linear, weight=weight))
+    return in_row_tiles(x, partial(linear, weight=weight, packed=packed, **options))
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -83,5 +92,9 @@ def sums_of_rows(x: torch.Tensor) -> torch.Tensor:
     return x.sum(-1, keepdim=True) if len(x) > 1 else x.repeat(2, 1).sum(-1, keepdim=True)[:1]
 
 
-PLAIN = RowOps(lambda x, multiply: multiply(x), partial(linear, packed=None), plain_act_and_mul, torch.sigmoid)
-ROW_INVARIANT = RowOps(in_row_tiles, row_invariant_linear, row_invariant_act_and_mul, sigmoid)
+def apply(x: Any, multiply: Callable[[Any], Any]) -> Any:
+    return multiply(x)
+
+
+PLAIN = RowOps(False, apply, linear, fp8_product, plain_act_and_mul, torch.sigmoid)
+ROW_INVARIANT = RowOps(True, in_row_tiles, row_invariant_linear, fp8_product, row_invariant_act_and_mul, sigmoid)
