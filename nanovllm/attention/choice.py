@@ -1,13 +1,15 @@
 """Chooses the attention backend of a model.
 
 `torch` is the plain reference. `sdpa` is fast on a CPU, and `tiled` gives the same bits in every batch there. `triton`
-(our own kernels) and `flash` (FlashAttention 2) are for GPUs.
+(our own kernels) and `flash` (FlashAttention 2) are for GPUs. With `deterministic=True`,
+`triton` is OrderedAttention.
 """
 
 import logging
 
 from nanovllm.attention.backend import AttentionBackend, AttentionShape
 from nanovllm.attention.flash_backend import FlashAttention
+from nanovllm.attention.ordered_backend import OrderedAttention
 from nanovllm.attention.sdpa_backend import SDPAAttention
 from nanovllm.attention.tiled_backend import TiledAttention
 from nanovllm.attention.torch_backend import TorchAttention
@@ -18,6 +20,7 @@ logger = logging.getLogger(__name__)
 _FASTEST_FIRST: tuple[type[AttentionBackend], ...] = (TritonAttention, FlashAttention, SDPAAttention)
 _ALL: tuple[type[AttentionBackend], ...] = (*_FASTEST_FIRST, TiledAttention, TorchAttention)
 _BACKENDS = {backend.name: backend for backend in _ALL}
+_DETERMINISTIC: dict[str, type[AttentionBackend]] = {"triton": OrderedAttention}
 
 
 def make_attention_backend(name: str, shape: AttentionShape, block_size: int | None = None) -> AttentionBackend:
@@ -30,13 +33,15 @@ def make_attention_backend(name: str, shape: AttentionShape, block_size: int | N
         ValueError: the backend cannot run this model, dtype or block size here; the message names alternatives.
         RuntimeError: it needs a GPU or a package that is missing.
     """
-    if name == "auto":
+    ours = "tiled" if shape.device.type == "cpu" else "triton"
+    if name == "auto" and not shape.deterministic:
         return _fastest(shape, block_size)(shape)
-    backend = _BACKENDS[name]
+    name = ours if name == "auto" else name
+    backend = _DETERMINISTIC.get(name, _BACKENDS[name]) if shape.deterministic else _BACKENDS[name]
     if shape.deterministic and not backend.is_deterministic:
         raise ValueError(
             f'with attention_backend="{name}", the last bits depend on the batch; for deterministic=True, use "auto" '
-            'or "tiled"'
+            f'or "{ours}"'
         )
     if (problem := backend.problem(shape, block_size)) is not None:
         raise problem
@@ -44,8 +49,6 @@ def make_attention_backend(name: str, shape: AttentionShape, block_size: int | N
 
 
 def _fastest(shape: AttentionShape, block_size: int | None) -> type[AttentionBackend]:
-    if shape.deterministic:
-        return TiledAttention
     if shape.device.type == "cpu":
         return SDPAAttention
     for backend in _FASTEST_FIRST:

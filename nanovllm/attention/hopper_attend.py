@@ -84,8 +84,8 @@ def _clear_behind(values, num_left):
 
 
 @gluon.jit
-def _write(out, result, first_token, num_queries, head, NUM_HEADS: gl.constexpr):
-    """Writes the result of a tile's queries for one head, [queries, 128]."""
+def _write(out, result, first, num_rows, stride):
+    """Writes the first rows of a tile's result, [queries, 128], to rows `first` + row × stride of `out`."""
     HEAD_DIM: gl.constexpr = result.shape[1]
     # Like the layout of a product, but a thread has four successive columns, not two, and four threads write whole
     # sectors of 32 bytes.
@@ -93,38 +93,44 @@ def _write(out, result, first_token, num_queries, head, NUM_HEADS: gl.constexpr)
         [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]], [], result.shape,
     )  # fmt: skip
-    query = gl.arange(0, result.shape[0], gl.SliceLayout(1, OUTPUT))
-    to = (first_token.to(gl.int64) + query)[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
+    row = gl.arange(0, result.shape[0], gl.SliceLayout(1, OUTPUT))
+    to = (first.to(gl.int64) + row * stride)[:, None] * HEAD_DIM
     to += gl.arange(0, HEAD_DIM, gl.SliceLayout(0, OUTPUT))[None, :]
-    gl.store(out + to, gl.convert_layout(result.to(out.dtype.element_ty), OUTPUT), (query < num_queries)[:, None])
+    gl.store(out + to, gl.convert_layout(result.to(out.dtype.element_ty), OUTPUT), (row < num_rows)[:, None])
 
 
 @gluon.jit
 def attend_all(
     out, queries, keys, values, barriers, query_tiles, num_items, scale, WHICH: gl.constexpr, IS_FP8: gl.constexpr,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr, IS_DECODE: gl.constexpr,
 ):  # fmt: skip
-    """A group of four warps, which attends the first or the second head of each item."""
+    """A group of four warps, which attends the first or the second head of each item, or a decode's heads, one per row
+    of its tile."""
     queries_there, queries_free, keys_there, keys_free, values_there, values_free = barriers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     num_done, num_taken = 0, 0  # tiles of keys, and items
     first_token, num_queries, first_position, _row, head, second_head = item_of_turn(
-        0, query_tiles, num_items, NUM_HEADS, NUM_KV_HEADS
+        0, query_tiles, num_items, NUM_HEADS, NUM_KV_HEADS, IS_DECODE
     )
     for turn in range(gl.cdiv(num_items, gl.num_programs(0))):
         # Read now, so that no warp waits for it later.
         next_token, next_number, next_position, _row, next_head, next_second_head = item_of_turn(
-            turn + 1, query_tiles, num_items, NUM_HEADS, NUM_KV_HEADS
+            turn + 1, query_tiles, num_items, NUM_HEADS, NUM_KV_HEADS, IS_DECODE
         )
         if num_queries > 0:
             num_keys = first_position + num_queries
             num_tiles = (num_keys + KEYS - 1) // KEYS
             query_stage = num_taken % QUERY_STAGES
-            mine = queries.index(query_stage * 2 + WHICH)
-            position = first_position + gl.arange(0, QUERIES, gl.SliceLayout(1, SCORES))
+            row = gl.arange(0, QUERIES, gl.SliceLayout(1, SCORES))
+            if IS_DECODE:
+                mine = queries.index(query_stage)
+                position = first_position + row * 0
+            else:
+                mine = queries.index(query_stage * 2 + WHICH)
+                position = first_position + row
             largest = gl.full([QUERIES], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
             total = gl.full([QUERIES], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
             summed = gl.full([QUERIES, HEAD_DIM], 0.0, gl.float32, SUMS)
@@ -158,9 +164,11 @@ def attend_all(
             summed = warpgroup_mma_wait(0, (sums,))
             mbarrier.arrive(values_free.index(last), count=1)
             result = summed / gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
-            if WHICH == 0:
-                _write(out, result, first_token, num_queries, head, NUM_HEADS)
+            if IS_DECODE:
+                _write(out, result, first_token * NUM_HEADS + head, NUM_HEADS // NUM_KV_HEADS, 1)
+            elif WHICH == 0:
+                _write(out, result, first_token * NUM_HEADS + head, num_queries, NUM_HEADS)
             elif second_head > head:
-                _write(out, result, first_token, num_queries, second_head, NUM_HEADS)
+                _write(out, result, first_token * NUM_HEADS + second_head, num_queries, NUM_HEADS)
         first_token, num_queries, first_position = next_token, next_number, next_position
         head, second_head = next_head, next_second_head

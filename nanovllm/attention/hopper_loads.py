@@ -9,9 +9,12 @@ from nanovllm.ops.hopper_memory import fetch, reinterpret
 
 
 @gluon.jit
-def item_of_turn(turn, query_tiles, num_items, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr):
+def item_of_turn(
+    turn, query_tiles, num_items, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, IS_DECODE: gl.constexpr
+):
     """This program's item in a turn: the tile's first token, number of queries, first position and row, and the heads
-    of both groups. If no work is left, the number of queries is 0.
+    of both groups. If no work is left, the number of queries is 0. IS_DECODE: the item has all heads with the same
+    keys, from the first head on.
 
     The tiles that see the most keys come first. Turns alternate in direction: the program that gets the longest item of
     one turn gets the shortest of the next.
@@ -20,7 +23,7 @@ def item_of_turn(turn, query_tiles, num_items, NUM_HEADS: gl.constexpr, NUM_KV_H
     item = turn * num_programs + gl.where(turn % 2 == 0, program, num_programs - 1 - program)
     place = gl.minimum(item, num_items - 1)
     GROUP: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    NUM_PAIRS: gl.constexpr = (GROUP + 1) // 2
+    NUM_PAIRS: gl.constexpr = 1 if IS_DECODE else (GROUP + 1) // 2
     tile = query_tiles + place // (NUM_KV_HEADS * NUM_PAIRS) * 4
     num_queries = gl.where(item < num_items, gl.load(tile + 1), 0)
     first_of_pair = place % NUM_PAIRS * 2
@@ -71,17 +74,17 @@ def _fetch_tile(
 
 @gluon.jit
 def fetch_all(
-    q_by_token, keys_by_row, values_by_row, scales_by_row, queries, keys, values, key_scales, value_scales, barriers,
-    block_tables, query_tiles, num_items, table_stride, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    QUERY_STAGES: gl.constexpr,
+    q_by_row, rows_per_token, keys_by_row, values_by_row, scales_by_row, queries, keys, values, key_scales,
+    value_scales, barriers, block_tables, query_tiles, num_items, table_stride, NUM_HEADS: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr, IS_DECODE: gl.constexpr,
 ):  # fmt: skip
     """The warp that fetches. It puts data into a stage as soon as both groups have released it."""
     queries_there, queries_free, keys_there, keys_free, values_there, values_free = barriers
     num_done, num_taken = 0, 0  # tiles of keys, and items
     for turn in range(gl.cdiv(num_items, gl.num_programs(0))):
         first_token, num_queries, first_position, row, head, second_head = item_of_turn(
-            turn, query_tiles, num_items, NUM_HEADS, NUM_KV_HEADS
+            turn, query_tiles, num_items, NUM_HEADS, NUM_KV_HEADS, IS_DECODE
         )
         if num_queries > 0:
             block_table = block_tables + row.to(gl.int64) * table_stride
@@ -98,10 +101,14 @@ def fetch_all(
                     query_stage = num_taken % QUERY_STAGES
                     is_there = queries_there.index(query_stage)
                     mbarrier.wait(queries_free.index(query_stage), num_taken // QUERY_STAGES & 1 ^ 1)
-                    mbarrier.expect(is_there, 2 * q_by_token.block_type.nbytes)
-                    fetch(q_by_token, [first_token, head * HEAD_DIM], is_there, queries.index(query_stage * 2))
-                    at = [first_token, second_head * HEAD_DIM]
-                    fetch(q_by_token, at, is_there, queries.index(query_stage * 2 + 1))
+                    if IS_DECODE:
+                        mbarrier.expect(is_there, q_by_row.block_type.nbytes)
+                        fetch(q_by_row, [first_token * rows_per_token + head, 0], is_there, queries.index(query_stage))
+                    else:
+                        mbarrier.expect(is_there, 2 * q_by_row.block_type.nbytes)
+                        fetch(q_by_row, [first_token, head * HEAD_DIM], is_there, queries.index(query_stage * 2))
+                        at = [first_token, second_head * HEAD_DIM]
+                        fetch(q_by_row, at, is_there, queries.index(query_stage * 2 + 1))
                 mbarrier.wait(values_free.index(stage), phase)
                 _fetch_tile(
                     values_by_row, scales_by_row, values, value_scales, values_there, stage, block_table, first_key,
@@ -170,6 +177,7 @@ def _convert_values(fetched, scales, tiles, stage, num_left):
 def convert_all(
     fetched_keys, fetched_values, key_scales, value_scales, fetched, keys, values, barriers, query_tiles, num_items,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    IS_DECODE: gl.constexpr,
 ):  # fmt: skip
     """The warps that convert tiles in FP8. fetched: barriers of the fetched tiles; barriers: those of the converted
     tiles."""
@@ -178,7 +186,7 @@ def convert_all(
     num_done = 0
     for turn in range(gl.cdiv(num_items, gl.num_programs(0))):
         _token, num_queries, first_position, _row, _head, _second_head = item_of_turn(
-            turn, query_tiles, num_items, NUM_HEADS, NUM_KV_HEADS
+            turn, query_tiles, num_items, NUM_HEADS, NUM_KV_HEADS, IS_DECODE
         )
         if num_queries > 0:
             num_keys = first_position + num_queries

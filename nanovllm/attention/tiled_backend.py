@@ -50,6 +50,12 @@ class TiledAttention(AttentionBackend):
         small = _ROWS // int(np.gcd(_ROWS, group_size))
         self._num_queries_of_decode = small if _agree(small * group_size, group_size, shape.head_dim) else _QUERIES
 
+    @classmethod
+    def problem(cls, shape: AttentionShape, block_size: int | None) -> Exception | None:
+        if shape.device.type == "cpu":
+            return None
+        return ValueError('attention_backend="tiled" is for CPUs; use "auto" or "triton"')
+
     def plans(self, groups: list[AttentionMetadata]) -> list[list[Tiles]]:
         return [self.plan(each) for each in groups]
 

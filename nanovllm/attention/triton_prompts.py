@@ -35,12 +35,21 @@ class PromptLaunch(NamedTuple):
     heads, keys: how many a program takes at once.
     options: Triton's launch options.
     has_descriptors: whether whole tiles of keys and values come by tensor descriptors.
+    queries: how many of a tile's queries a program has rows for.
     """
 
     heads: int
     keys: int
     options: dict[str, int]
     has_descriptors: bool = True
+    queries: int = QUERY_TILE
+
+    def of_decodes(self, group_size: int) -> "PromptLaunch":
+        """The launch for tiles of a single query each, with the same bits: a program's rows are all heads that have
+        the same keys, padded to at least QUERY_TILE. Each warp has as many rows as before."""
+        heads = max(QUERY_TILE, triton.next_power_of_2(group_size))
+        num_warps = self.options["num_warps"] * heads // (self.heads * self.queries)
+        return self._replace(heads=heads, queries=1, options={**self.options, "num_warps": num_warps})
 
     def by_slot(self, whole: torch.Tensor) -> Any:
         """A descriptor of [num_blocks, block_size, num_kv_heads, head_dim], or None."""
@@ -109,7 +118,32 @@ def attend_prompts(
         hopper_prompts.attend_prompts(q, cache, out, metadata, scale)
     else:
         how = prompt_launch(shape, metadata.block_size)
-        launch_prefill(how, q, cache, out, metadata, scale, window)
+        assert metadata.query_tiles is not None
+        launch_prefill(how, q, cache, out, metadata, metadata.query_tiles, scale, window)
+
+
+def attend_decodes_as_prompts(
+    shape: AttentionShape,
+    q: torch.Tensor,
+    cache: LayerCache,
+    out: torch.Tensor,
+    metadata: AttentionMetadata,
+    tiles: torch.Tensor,
+    window: int,
+) -> None:
+    """`attend_prompts` for tiles of a single query each: with the same bits, and faster.
+
+    Args:
+        tiles: int32 [num_tiles, 4], as AttentionMetadata has them.
+    """
+    scale, group_size = shape.score_scale * LOG2_E, shape.num_heads // shape.num_kv_heads
+    if window == 0 and has_hopper_kernel(shape, metadata.block_size):
+        from nanovllm.attention import hopper_prompts
+
+        hopper_prompts.attend_decodes(q, cache, out, metadata, tiles, scale)
+    else:
+        how = prompt_launch(shape, metadata.block_size).of_decodes(group_size)
+        launch_prefill(how, q, cache, out, metadata, tiles, scale, window)
 
 
 def launch_prefill(
@@ -118,21 +152,24 @@ def launch_prefill(
     cache: LayerCache,
     out: torch.Tensor,
     metadata: AttentionMetadata,
+    tiles: torch.Tensor,
     scale: float,
     window: int,
 ) -> None:
-    """`attend_prompts` by _prefill_kernel.
+    """Attends tiles of queries by _prefill_kernel.
 
     Args:
+        tiles: int32 [num_tiles, 4], as AttentionMetadata has them.
         scale: factor on the scores, in base 2.
     """
-    (num_heads, head_dim), num_kv_heads, tiles = q.shape[1:], cache.num_kv_heads, metadata.query_tiles
-    assert tiles is not None
-    _prefill_kernel[(num_heads // how.heads, len(tiles))](
+    (num_heads, head_dim), num_kv_heads = q.shape[1:], cache.num_kv_heads
+    group_size = num_heads // num_kv_heads
+    heads = min(how.heads, group_size)
+    _prefill_kernel[(num_heads // heads, len(tiles))](
         q, *cache, how.by_slot(cache.keys), how.by_slot(cache.values), out, metadata.block_tables, tiles, scale,
         q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim, WIDTH=triton.next_power_of_2(head_dim), BLOCK_SIZE=metadata.block_size, QUERIES=QUERY_TILE,
-        HEADS=how.heads, KEYS=how.keys, WINDOW=window, **how.options, **LAUNCH_OPTIONS,
+        HEAD_DIM=head_dim, WIDTH=triton.next_power_of_2(head_dim), BLOCK_SIZE=metadata.block_size, QUERIES=how.queries,
+        HEADS=heads, ROWS=how.heads * how.queries, KEYS=how.keys, WINDOW=window, **how.options, **LAUNCH_OPTIONS,
     )  # fmt: skip
 
 
@@ -157,10 +194,11 @@ def _attend_whole_tiles(
 def _prefill_kernel(
     q, k_cache, v_cache, scales, keys_by_slot, values_by_slot, out, block_tables, query_tiles, scale, q_stride,
     table_stride, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of a sequence's queries and `HEADS` heads, which have the same keys. Heads of one tile are
-    neighbours. Tiles start in the list's order, so those with most keys start first.
+    neighbours. Tiles start in the list's order, so those with most keys start first. ROWS: HEADS × QUERIES and padding.
 
     keys_by_slot, values_by_slot: descriptors of k_cache and v_cache as [num_slots, num_kv_heads × head_dim] in boxes of
     [KEYS, HEAD_DIM]; None if the GPU or the shape does not use them.
@@ -174,19 +212,20 @@ def _prefill_kernel(
         first_token = tl.load(tile).to(tl.int64)
         first_position = tl.load(tile + 2)
         seq = tl.load(tile + 3).to(tl.int64)
-        query = tl.arange(0, HEADS * QUERIES) % QUERIES
-        head = first_head + tl.arange(0, HEADS * QUERIES) // QUERIES
+        query = tl.arange(0, ROWS) % QUERIES
+        head = first_head + tl.arange(0, ROWS) // QUERIES
         column = tl.arange(0, WIDTH)
-        is_query = (query < num_queries)[:, None] & (column < HEAD_DIM)[None, :]
+        is_row = (query < num_queries) & (head < first_head + HEADS)
+        is_query = is_row[:, None] & (column < HEAD_DIM)[None, :]
         token = first_token + query
         at = token[:, None] * q_stride + head[:, None] * HEAD_DIM + column[None, :]
         queries = tl.load(q + at, is_query, 0.0)
         # Every query of the tile sees the keys before this one, unless they are before its window.
         last_of_all = (first_position + 1) // KEYS * KEYS
         first_of_all = 0
-        largest = tl.full([HEADS * QUERIES], float("-inf"), tl.float32)
-        total = tl.zeros([HEADS * QUERIES], tl.float32)
-        summed = tl.zeros([HEADS * QUERIES, WIDTH], tl.float32)
+        largest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        summed = tl.zeros([ROWS, WIDTH], tl.float32)
         block_table = block_tables + seq * table_stride
         kv_head = first_head // (NUM_HEADS // NUM_KV_HEADS)
         if WINDOW:
