@@ -66,8 +66,9 @@ class Config:
             CPU.
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1".
         attention_backend: "triton" (our own kernels, GPUs), "flash" (FlashAttention 2, GPUs, needs flash-attn),
-            "sdpa" (PyTorch's own operators over gathered blocks, the fast one on a CPU), "tiled" (the same bits in
-            every batch, see `deterministic`), "torch" (the plain reference) or "auto" (the fastest that can run).
+            "sdpa" (PyTorch's own operators over gathered blocks, the fast one on a CPU), "tiled" (for CPUs, the
+            same bits in every batch, see `deterministic`), "torch" (the plain reference) or "auto" (the fastest that
+            can run).
         load_format: "auto" and "safetensors" read safetensors; "dummy" needs only config.json and makes random weights.
         quantization: "fp8" rounds the weights of linear layers to FP8 (e4m3) while they load, with a scale per output
             channel; their inputs are rounded too, with a scale per token. None takes the weights as they are stored,
@@ -100,8 +101,8 @@ class Config:
             generation_config.json, "vllm" the defaults of SamplingParams.
         queue_calls: let a call wait while another thread's call runs, instead of refusing it.
         deterministic: a request's tokens and log-probabilities depend on the weights, its prompt, its parameters and
-            its seed alone, bit for bit, on one kind of CPU with the same versions and number of ranks; see
-            docs/correctness.md. Only on a CPU, and slower.
+            its seed alone, bit for bit, on one kind of device with the same versions and number of ranks; see
+            docs/correctness.md. Slower.
         cache_canary: check in each step that every key a row reads was computed for that row's own tokens; see
             docs/correctness.md. A wrong one ends the call with an error. Takes 8 bytes more per token of the cache.
         seed: the seed from which requests without a seed derive theirs; −1 is 0.
@@ -120,7 +121,8 @@ class Config:
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
-    max_num_batched_tokens: int = 16384
+    # 132 processors (H100, H200) × 128 rows per tile: each has a tile in a product's last turn too.
+    max_num_batched_tokens: int = 16896
     max_num_seqs: int | None = None
     gpu_memory_utilization: float = 0.9
     kvcache_block_size: int | None = None

@@ -78,7 +78,7 @@ class LLM(OnePass):
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
         max_model_len: int | None = None,
-        max_num_batched_tokens: int = 16384,
+        max_num_batched_tokens: int = 16896,
         max_num_seqs: int | None = None,
         gpu_memory_utilization: float = 0.9,
         kvcache_block_size: int | None = None,

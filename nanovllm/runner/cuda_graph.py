@@ -1,48 +1,17 @@
 """Captures parts of a step once per size and replays them, so that each is one launch."""
 
 import logging
-import warnings
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from nanovllm.ops.library import cublas_lt
+
 logger = logging.getLogger(__name__)
 
 _ADVICE = "lower gpu_memory_utilization or max_num_seqs, or use enforce_eager=True"
-
-
-@contextmanager
-def _cublas_lt() -> Iterator[None]:
-    """Context manager in which matrix products come from cuBLASLt. For few rows it chooses better kernels than cuBLAS,
-    and for many rows nearly always the same.
-
-    PyTorch's setting applies to the whole process, so another thread's products may use cuBLASLt too.
-    """
-    before = torch.backends.cuda.preferred_blas_library()
-    _without_warnings(partial(torch.backends.cuda.preferred_blas_library, "cublaslt"))  # it is called experimental
-    try:
-        yield
-    finally:
-        torch.backends.cuda.preferred_blas_library(before)
-
-
-def _without_warnings(function: Callable[[], Any]) -> None:
-    """Calls a function of PyTorch without its warnings.
-
-    A bare C++ binding writes its warnings to standard error, where Python cannot suppress them. If a tensor's method
-    calls the function, PyTorch turns them into Python warnings.
-    """
-
-    def called(number: float) -> float:
-        function()
-        return number
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.zeros(1, device="cpu").apply_(called)
 
 
 class CudaGraphs:
@@ -128,13 +97,13 @@ class CudaGraphs:
         with self._parked():
             self._stream.wait_stream(current)
             try:
-                with torch.cuda.stream(self._stream), _cublas_lt():
+                with torch.cuda.stream(self._stream), cublas_lt():
                     function()
             finally:
                 current.wait_stream(self._stream)
 
     def _record(self, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        with torch.cuda.stream(self._stream), _cublas_lt():
+        with torch.cuda.stream(self._stream), cublas_lt():
             graph = torch.cuda.CUDAGraph()
             # Not torch.cuda.graph(), which collects garbage and empties the cache each time. Calls that might break the
             # capture are forbidden only in this thread, because other engines may be running.

@@ -4,6 +4,7 @@ import torch
 
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.models.config import ModelConfig
+from nanovllm.ops.kernel import has_triton
 from nanovllm.ops.quantize import E4M3
 
 
@@ -69,13 +70,15 @@ def kv_cache_dtype_of(wanted: str, dtype: torch.dtype, device: torch.device) -> 
     return E4M3
 
 
-def check_can_be_deterministic(config: ModelConfig, device: torch.device) -> None:
-    """Raises a ValueError if, with this model or on this device, a row's results must depend on the other rows of its
+def check_can_be_deterministic(config: ModelConfig, device: torch.device, num_ranks: int) -> None:
+    """Raises a ValueError if, with this model or on this device, a row's results may depend on the other rows of its
     step."""
-    if device.type != "cpu":
+    if device.type != "cpu" and not has_triton():
+        raise ValueError(f"deterministic=True on {device} needs the triton package: pip install triton")
+    if device.type != "cpu" and num_ranks > 1:
         raise ValueError(
-            f"deterministic=True runs on a CPU only, not on {device}: GPU products still depend on the batch; use "
-            'device="cpu", or leave deterministic out'
+            f"deterministic=True was not tested on several GPUs, so tensor_parallel_size={num_ranks} is refused; use 1 "
+            "(a job's --data-parallel-size may be more), or leave deterministic out"
         )
     if config.delta_net is not None:
         raise ValueError(

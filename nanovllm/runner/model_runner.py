@@ -3,6 +3,7 @@
 import logging
 import sys
 import traceback
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -25,9 +26,10 @@ from nanovllm.models.digest import weight_parts
 from nanovllm.models.tensors import Tensors, given_tensors
 from nanovllm.models.weight_parts import WeightPart, tensor_digests
 from nanovllm.ops.collectives import Parallel
+from nanovllm.ops.library import cublas_lt
 from nanovllm.runner import warm_up
 from nanovllm.runner.cuda_graph import CudaGraphs
-from nanovllm.runner.determinism import check_rows_are_independent
+from nanovllm.runner.determinism import check_rows_are_independent, prepare_products, row_ops_of
 from nanovllm.runner.kv_cache import KVCacheLayout, empty_states, num_bytes_held
 from nanovllm.runner.memory import (
     MemoryUse,
@@ -259,7 +261,7 @@ def start(settings: Settings) -> tuple[StepProgram, int]:
         graphs = CudaGraphs(program.table.parked, device, program.parallel.size == 1, program.parallel.calls_nccl)
         program = replace(program, sizes=sizes, graphs=graphs)
     if config.deterministic:
-        check_rows_are_independent(program)
+        check_rows_are_independent(program, settings.max_step_tokens)
     # After the captures, the memory for activations and for other programs must still be free.
     _capture(settings, program, settings.free_bytes() - use.graphs)
     return program, use.activations
@@ -317,16 +319,17 @@ def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
         backend if config.prefix_grouping and may_share else None, sizes.sampled_multiple, use_kernels,
         windows_of(settings, backend),
     )  # fmt: skip
-    sampler = Sampler(VocabSlice.of(model_config.vocab_size, parallel), parallel, use_kernels)
+    vocab = VocabSlice.of(model_config.vocab_size, parallel)
+    sampler = Sampler(vocab, parallel, use_kernels, config.deterministic)
+    row_ops = row_ops_of(settings, sizes)
     num_rows = sizes.padded_sampled(sizes.max_num_rows) if sizes.are_captured else 0
     hidden_states = torch.zeros(num_rows, model_config.hidden_size, dtype=dtype, device=device)
     with warm_up.Compiling() as compiling:
         if settings.is_gpu and use_kernels and settings.generates:
             warm_up.compile_sampling(compiling, sampler, table, dtype)
         with explained_out_of_memory("the model", device):
-            model = CausalLM(
-                model_config, max_model_len, backend, parallel, dtype, device, use_kernels, config.deterministic
-            )
+            model = CausalLM(model_config, max_model_len, backend, parallel, dtype, device, use_kernels, row_ops)
+            prepare_products(row_ops, model, settings)
         layout = KVCacheLayout(
             model_config.cache_places, block_size, model.num_kv_heads, model_config.head_dim, settings.kv_cache_dtype,
             config.cache_canary,
@@ -335,7 +338,7 @@ def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
             states = empty_states(model_config, settings.num_states, parallel.size, dtype, device)
         program = StepProgram(
             model, backend, table, sampler, layout.empty(1, device, states).zero_(), sizes.eager(), None, hidden_states,
-            parallel, use_kernels,
+            parallel, use_kernels, cublas_lt if use_kernels and config.deterministic else nullcontext,
         )  # fmt: skip
         # Not with several ranks: their kernels wait for each other, and the ranks load at different speeds.
         if sizes.are_captured and parallel.size == 1:

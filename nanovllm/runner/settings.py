@@ -94,7 +94,7 @@ def read_settings(config: Config, parallel: Parallel) -> Settings:
     dtype = dtype_of(config.dtype, model_config.dtype, device)
     kv_cache_dtype = kv_cache_dtype_of(config.kv_cache_dtype, dtype, device)
     if config.deterministic:
-        check_can_be_deterministic(model_config, device)
+        check_can_be_deterministic(model_config, device, parallel.size)
     fp8 = fp8_of(config.quantization, model_config.fp8, dtype, device)
     model_config = replace(model_config.without_idle_windows(max_model_len), fp8=fp8)
     num_bytes = weight_bytes(model_config, dtype.itemsize, parallel.size)

@@ -1,7 +1,7 @@
 """One step as the device computes it: send, forward, score, sample; eager or captured."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -51,6 +51,7 @@ class StepProgram:
         hidden_states: [num_rows, hidden_size], where captured forward halves leave the rows that may sample.
         parallel: this rank's place.
         use_kernels: compute with our kernels.
+        library: makes the context of a step, in which products come from the library that `OrderedProducts` compared.
     """
 
     model: CausalLM
@@ -63,6 +64,7 @@ class StepProgram:
     hidden_states: torch.Tensor
     parallel: Parallel
     use_kernels: bool
+    library: Callable[[], AbstractContextManager] = nullcontext
     _variant_keys: dict[StepSize, Hashable] = field(default_factory=dict)
 
     @property
@@ -88,7 +90,7 @@ class StepProgram:
     @torch.inference_mode()
     def launch(self, step: Step) -> StepInFlight:
         """Starts a step and returns without waiting for the device; see Runner."""
-        with on_device(self.device):
+        with on_device(self.device), self.library():
             sent = self.table.send(step, self.sizes)
             self._copy_states(step.state_loads)
             num_sampled = sent.rows.num_sampled
@@ -296,7 +298,7 @@ class StepProgram:
         LaunchedStep."""
         sampled = [chunk.seq for chunk in step.chunks if chunk.samples]
         places = [(sampled.index(step.constrained[row]), change) for row, change in changes.items()]
-        with on_device(self.device):
+        with on_device(self.device), self.library():
             if rows:
                 self.table.rules.constrain(entries[rows], masks)
             return sample(needs._replace(changes=tuple(places))).first(len(sampled))

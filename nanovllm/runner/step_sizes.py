@@ -10,7 +10,7 @@ import numpy as np
 from nanovllm.attention.metadata import QUERY_TILE
 from nanovllm.engine.step import Step
 
-_MAX_SCORED = 256  # rows of logits that are made at a time to score prompts
+MAX_SCORED = 256  # rows of logits that are made at a time to score prompts
 # Arithmetic of an eager step that decodes beside prompts: enough to keep a fast GPU busy while the host launches the
 # next.
 _FLOP_BESIDE_DECODES = 12e12
@@ -122,7 +122,7 @@ class StepSizes:
         sampled_multiple: more than 1 if there are several ranks.
         """
         max_num_rows = min(max_num_seqs, max_num_batched_tokens)
-        max_scored = _MAX_SCORED // sampled_multiple * sampled_multiple
+        max_scored = MAX_SCORED // sampled_multiple * sampled_multiple
         if sampled_multiple > 1:  # the exchange has room for as many rows of logits as can sample
             max_scored = min(max_scored, _padded(max_num_rows, sampled_multiple))
         beside_decodes = max_tokens_beside_decodes(hidden_size, num_layer_parameters, captures_prompts)
@@ -182,6 +182,10 @@ class StepSizes:
         return StepSize(
             num_rows, num_tokens, self.padded_sampled(num_rows), num_tiles, max_num_decodes, num_tokens, False
         )
+
+    def numbers_of_rows(self) -> set[int]:
+        """The numbers of rows that captured steps multiply."""
+        return {number for size in self.sizes_to_capture() for number in (size.num_tokens, size.num_sampled)}
 
     def padded_sampled(self, num_sampled: int) -> int:
         """The number of rows, rounded up so that the ranks can share them evenly."""
