@@ -87,10 +87,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     engine.add_argument("--block-size", type=int)
     engine.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs to split the model over")
     engine.add_argument("--threads", type=int, help="CPU threads of both engines, per rank; default: each engine's own")
-    engine.add_argument("--enforce-eager", action="store_true")
-    engine.add_argument("--no-overlap", action="store_true")
-    engine.add_argument("--no-prefix-caching", action="store_true")
-    engine.add_argument("--no-prefix-grouping", action="store_true")
+    for flag in ("enforce-eager", "no-overlap", "no-prefix-caching", "no-prefix-grouping"):
+        engine.add_argument(f"--{flag}", action="store_true")
+    engine.add_argument("--deterministic", action="store_true", help="the same bytes in every batch, which is slower")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of some steps there")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there as well")
     parsed = parser.parse_args(arguments)
@@ -139,6 +138,7 @@ def measure(arguments: argparse.Namespace, directory: str, has_weights: bool) ->
             "dtype": info.dtype,
             "quantization": arguments.quantization,
             "kv_cache_dtype": engine.config.kv_cache_dtype,
+            "deterministic": engine.config.deterministic,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "backend": info.attention_backend,

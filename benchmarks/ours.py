@@ -15,7 +15,8 @@ def make_llm(arguments: argparse.Namespace, directory: str, has_weights: bool) -
         "dtype": arguments.dtype, "device": arguments.device, "enforce_eager": arguments.enforce_eager,
         "overlap": not arguments.no_overlap, "prefix_grouping": not arguments.no_prefix_grouping,
         "enable_prefix_caching": workload.prefix_caching and not arguments.no_prefix_caching,
-        "tensor_parallel_size": arguments.tensor_parallel_size, "runner": "pooling" if arguments.embed else "auto",
+        "tensor_parallel_size": arguments.tensor_parallel_size, "deterministic": arguments.deterministic,
+        "runner": "pooling" if arguments.embed else "auto",
     }  # fmt: skip
     given = {
         "quantization": arguments.quantization,

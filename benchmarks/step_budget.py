@@ -19,7 +19,7 @@ PARTS = {
                   "decode_fp8_kernel", "flash_fwd"),
     "matrix products": (
         "nvjet", "splitKreduce", "gemm", "gemv", "_single_row_linear_kernel", "_block_product_kernel",
-        "_fused_product_kernel", "_gate_up_kernel", "_down_kernel",
+        "_fused_product_kernel", "_gate_up_kernel", "_down_kernel", "_ordered_product_kernel",
     ),
     "routing": ("_router_kernel", "_top_experts_kernel", "_pairs_kernel", "_combine_kernel"),
     "sampling": (
@@ -28,7 +28,7 @@ PARTS = {
     ),
     "norms, rotation, store, SiLU": (
         "_norm_kernel", "_store_kernel", "_store_fp8_kernel", "_act_and_mul_kernel", "_quantize_rows_kernel",
-        "_quantize_row_blocks_kernel",
+        "_quantize_row_blocks_kernel", "_sums_of_squares_kernel",
     ),
 }  # fmt: skip
 REST, IDLE = "the rest", "idle"

@@ -800,9 +800,9 @@ def test_a_closed_engine_gives_its_memory_back(dummy_directory):
 
 SWITCHING = """
 import torch
-from nanovllm.runner.cuda_graph import _cublas_lt
+from nanovllm.ops.library import cublas_lt
 product = torch.ones(8, 8, device="cuda")
-with _cublas_lt():
+with cublas_lt():
     print(torch.backends.cuda.preferred_blas_library(), (product @ product).sum().item())
 """
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from support.against_transformers import teacher_forced_logits
 from support.experts import exact_mlp
-from support.family_factory import make_family_model
-from support.gpu_models import COMMON, DEVICE, MODELS, PLAIN, VOCAB_SIZE
+from support.gpu_models import DEVICE, MODELS, VOCAB_SIZE, make_gpu_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.ops.grouped_mlp import ExpertWeights, grouped_mlp
@@ -24,16 +23,7 @@ def checkpoint(request, tmp_path_factory):
     """(directory, token ids, transformers' model in float32, its logits, and those in bfloat16)"""
     family, options = MODELS[request.param]
     directory = tmp_path_factory.mktemp("model")
-    options = {**COMMON, "rope_parameters": PLAIN, **options}
-    if family.startswith("gemma3"):
-        options["rope_parameters"] = {"full_attention": {**PLAIN, "rope_theta": 1e6}, "sliding_attention": PLAIN}
-    if family in ("phi3", "gemma3", "gemma3_wrapped"):
-        options["pad_token_id"] = 0
-    model = make_family_model(family, options, seed=1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(0.2)  # gives them the spread of trained models of this width
+    model = make_gpu_model(family, options)
     model.bfloat16().save_pretrained(directory)
     rng = random.Random(request.param)
     token_ids = [rng.randrange(VOCAB_SIZE - 2) for _ in range(700)]  # the last ids may be those of images

@@ -45,7 +45,7 @@ def distances(found: list[np.ndarray], expected: list[np.ndarray]) -> np.ndarray
 
 @pytest.mark.parametrize("runner", ["pooling", "auto"])
 @pytest.mark.parametrize("is_eager", [False, True], ids=["captured", "eager"])
-@pytest.mark.parametrize("max_num_batched_tokens", [16384, 1024])
+@pytest.mark.parametrize("max_num_batched_tokens", [16896, 1024])
 def test_embeddings_are_those_of_transformers(checkpoint, runner, is_eager, max_num_batched_tokens):
     directory, prompts, states = checkpoint
     with LLM(

@@ -1,6 +1,11 @@
 """Models of all families that are large enough for kernels on a GPU."""
 
+from pathlib import Path
 from typing import Any
+
+import torch
+
+from support.family_factory import make_family_model
 
 DEVICE, VOCAB_SIZE = "cuda", 1013
 COMMON: dict[str, Any] = {
@@ -154,3 +159,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_attention_heads": 6, "num_key_value_heads": 3, "num_local_experts": 7, "num_experts_per_tok": 2},
     ),
 }  # fmt: skip
+
+
+def make_gpu_model(family: str, options: dict[str, Any]) -> Any:
+    """transformers' model in float32, whose weights have the spread of trained models of this width."""
+    options = {**COMMON, "rope_parameters": PLAIN, **options}
+    if family.startswith("gemma3"):
+        options["rope_parameters"] = {"full_attention": {**PLAIN, "rope_theta": 1e6}, "sliding_attention": PLAIN}
+    if family in ("phi3", "gemma3", "gemma3_wrapped"):
+        options["pad_token_id"] = 0
+    model = make_family_model(family, options, seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(0.2)
+    return model
+
+
+def save_gpu_model(directory: Path, family: str, options: dict[str, Any]) -> Path:
+    """Writes `make_gpu_model`'s checkpoint in bfloat16; returns the directory."""
+    make_gpu_model(family, options).bfloat16().save_pretrained(directory)
+    return directory
