@@ -674,7 +674,10 @@ _MUTANTS_OF_FILE = {
     "attention/triton_prompts.py": [
         planted(
             "layers with a window get the kernel of Hopper, which knows none",
-            "    if window == 0 and has_hopper_kernel(", "    if has_hopper_kernel(",
+            "    if window == 0 and has_hopper_kernel(shape, metadata.block_size):\n"
+            "        from nanovllm.attention import hopper_prompts  # not",
+            "    if has_hopper_kernel(shape, metadata.block_size):\n"
+            "        from nanovllm.attention import hopper_prompts  # not",
             "test_triton_kernels.py::test_layers_without_a_window_get_the_kernel_of_hopper"),
         historic(
             "queries see keys of the future up to the next tile",
@@ -1041,8 +1044,20 @@ _MUTANTS_OF_FILE = {
     "runner/determinism.py": [
         planted(
             "a start compares a prompt with itself",
-            "if whole != in_chunks[-1]:", "if False:",
+            "if in_chunks[-1] != [whole]:", "if False:",
             "test_determinism.py::test_a_start_finds_chunks_that_change_bits"),
+    ],
+    "ops/ordered_product.py": [
+        planted(
+            "the library multiplies numbers of rows at which it adds in another order",
+            "or size not in agreed:", "or False:",
+            "test_ordered.py::test_our_kernel_multiplies_few_rows_and_where_the_library_adds_in_another_order"),
+    ],
+    "attention/ordered_backend.py": [
+        planted(
+            "a decode of equal length takes another one's place",
+            "((lengths == length) & (other < row))", "((lengths == length) & (other > row + 1))",
+            "test_ordered.py::test_decodes_with_the_most_keys_come_first_and_padding_last"),
     ],
     "ops/quantize.py": [
         planted(

@@ -32,6 +32,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.layers.sampler import Sampled, SamplingNeeds, row_multiple
 from nanovllm.models.decoder import CausalLM
+from nanovllm.ops import library
 from nanovllm.ops.collectives import Parallel
 from nanovllm.runner import cuda_graph, model_runner, settings, step_program, warm_up
 from nanovllm.runner.cuda_graph import CudaGraphs
@@ -357,12 +358,12 @@ def test_a_call_without_warnings_stops_only_its_own_and_passes_errors_on(recwarn
         warnings.warn("experimental", UserWarning, stacklevel=1)
 
     with torch.inference_mode():
-        cuda_graph._without_warnings(warns)
+        library._without_warnings(warns)
     assert calls == ["called"] and not recwarn.list
     warnings.warn("another", UserWarning, stacklevel=1)
     assert [str(each.message) for each in recwarn.list] == ["another"]
     with pytest.raises(ZeroDivisionError):
-        cuda_graph._without_warnings(lambda: 1 / 0)
+        library._without_warnings(lambda: 1 / 0)
 
 
 def test_a_call_without_warnings_is_made_below_a_method_of_a_tensor():
@@ -375,7 +376,7 @@ def test_a_call_without_warnings_is_made_below_a_method_of_a_tensor():
 
     sys.setprofile(profile)
     try:
-        cuda_graph._without_warnings(lambda: before.extend(entered))
+        library._without_warnings(lambda: before.extend(entered))
     finally:
         sys.setprofile(None)
     assert "apply_" in before
@@ -401,7 +402,7 @@ def test_a_trial_leaves_no_trace_and_works_on_parked_state(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: Entered(stream.name))
-    monkeypatch.setattr(cuda_graph, "_cublas_lt", lambda: Entered("cuBLASLt"))
+    monkeypatch.setattr(cuda_graph, "cublas_lt", lambda: Entered("cuBLASLt"))
     graphs = CudaGraphs.__new__(CudaGraphs)
     graphs._stream, graphs._device, graphs._parked = own, torch.device("cpu"), lambda: Entered("parked")
 

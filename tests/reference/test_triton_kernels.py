@@ -272,26 +272,30 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from nanovllm.attention.hopper_prompts import CONSTANTS, FP8_CONSTANTS, _attend_prompts_kernel as kernel
+from nanovllm.attention import hopper_prompts
+from nanovllm.attention.hopper_prompts import _attend_prompts_kernel as kernel
 
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "i8": gl.int8, "fp8e4nv": gl.float8e4nv}
 
 def descriptor(dtype, columns):
     return f"tensordesc<{dtype}[64,{columns}],{gl.NVMMASharedLayout.get_default_for([64, 64], DTYPES[dtype])!r}>"
 
-for dtype, of_cache, (num_heads, num_kv_heads), block_size in (
-    ("bf16", "bf16", (16, 8), 64), ("fp16", "fp16", (28, 4), 256), ("bf16", "fp8e4nv", (16, 8), 64),
-    ("fp16", "fp8e4nv", (28, 4), 128),
+for dtype, of_cache, (num_heads, num_kv_heads), block_size, of_launch in (
+    ("bf16", "bf16", (16, 8), 64, "CONSTANTS"), ("fp16", "fp16", (28, 4), 256, "CONSTANTS"),
+    ("bf16", "fp8e4nv", (16, 8), 64, "FP8_CONSTANTS"), ("fp16", "fp8e4nv", (28, 4), 128, "FP8_CONSTANTS"),
+    ("bf16", "bf16", (16, 8), 64, "DECODE_CONSTANTS"), ("bf16", "fp8e4nv", (16, 8), 64, "FP8_DECODE_CONSTANTS"),
 ):
     of_keys = "i8" if of_cache == "fp8e4nv" else of_cache
     types = {"keys_by_row": descriptor(of_keys, 64), "values_by_row": descriptor(of_cache, 64)}
-    types["q_by_token"] = descriptor(dtype, 128)
+    types["q_by_row"] = descriptor(dtype, 128)
     if of_cache == "fp8e4nv":
         scales = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         types["scales_by_row"] = f"tensordesc<i32[1,64],{scales!r}>"
     types |= {"out": f"*{dtype}", "block_tables": "*i32", "query_tiles": "*i32", "scale": "fp32", "num_items": "i32"}
     constants = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": 128, "BLOCK_SIZE": block_size}
-    constants |= FP8_CONSTANTS if "scales_by_row" in types else {**CONSTANTS, "scales_by_row": None}
+    constants |= getattr(hopper_prompts, of_launch)
+    if "scales_by_row" not in types:
+        constants["scales_by_row"] = None
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if signature[name][0] == "*"}
@@ -343,7 +347,7 @@ def test_the_kernels_of_hopper_compile_with_this_triton(tmp_path):
     for line in done.stdout.splitlines():
         shared, is_hoppers, waits = line.split()
         assert int(shared) <= 227 * 1024 and is_hoppers == waits == "True"
-    assert len(done.stdout.splitlines()) == 8
+    assert len(done.stdout.splitlines()) == 10
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_the_defaults_are_the_documented_ones():
         "quantization": None,
         "kv_cache_dtype": "auto",
         "max_model_len": None,
-        "max_num_batched_tokens": 16384,
+        "max_num_batched_tokens": 16896,
         "max_num_seqs": None,
         "gpu_memory_utilization": 0.9,
         "kvcache_block_size": None,

@@ -78,7 +78,8 @@ def test_every_kernel_of_ours_has_its_part():
     assert {"decode_kernel", "_rms_norm_kernel"} <= kernels
     rest = {name for name in kernels if step_budget.part_of(name) == step_budget.REST}
     assert rest <= {
-        "_copy_kernel", "_expand_rows_kernel", "plan_kernel", "_write_tokens_kernel",
+        "_copy_kernel", "_expand_rows_kernel", "plan_kernel", "_list_decodes_kernel",
+        "_write_tokens_kernel",
         "_check_kernel", "_write_kernel", "_weights_sum_kernel",  # of canaries and digests, which benchmarks leave out
     }  # fmt: skip
 
@@ -317,6 +318,12 @@ def test_an_engine_in_fp8_is_measured_as_one():
     with make_llm(usual, str(MODEL_DIRECTORY), True) as llm:
         config, itemsize, kv_itemsize = roofline.config_and_itemsizes(llm)
     assert config.fp8 is None and (itemsize, kv_itemsize) == (4, 4)
+
+
+def test_a_deterministic_engine_is_measured_as_one():
+    arguments = bench.parse_arguments(["--deterministic", "--device", "cpu", "--max-model-len", "64"])
+    with make_llm(arguments, str(MODEL_DIRECTORY), True) as llm:
+        assert llm.engine.config.deterministic and llm.engine.info.attention_backend == "tiled"
 
 
 def test_the_steps_of_a_run_are_logged():
