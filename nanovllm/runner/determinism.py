@@ -66,7 +66,7 @@ def check_rows_are_independent(program: StepProgram, max_step_tokens: int) -> No
     # first ones below 0.
     kind, ids = program.device.type, count(-1 - num_entries, -1)
     numbers = [min(number, program.sizes.max_num_rows, num_blocks) for number in _NUMBERS_OF_ROWS[kind]]
-    chunks = _CHUNKS[kind]
+    chunks = _CHUNKS[kind if max_step_tokens >= sum(_CHUNKS[kind]) else "cpu"]
     num_tokens = min(sum(chunks), max_model_len - 1, max_step_tokens, num_blocks * program.kv_cache.block_size)
     vocab_size = program.model.model.embed_tokens.vocab.vocab_size
     tokens = [7919 * (place + 1) % vocab_size for place in range(max(*numbers, num_tokens))]
@@ -79,7 +79,7 @@ def check_rows_are_independent(program: StepProgram, max_step_tokens: int) -> No
             raise _problem(f"{len(rows)} rows in another order")
         for number in numbers:
             if _numbers(each, rows[:number], 0, 1, ids) != together[:number]:
-                raise _problem(f"{number} rows alone and among {len(rows)}")
+                raise _problem(f"{number} of {len(rows)} rows by themselves and together")
         in_chunks = [_numbers(each, [prompt], start, end, ids) for start, end in pairwise(ends) if start < end]
         if in_chunks[-1] != [whole]:
             raise _problem(f"a prompt of {num_tokens} tokens and its chunks")
