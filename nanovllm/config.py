@@ -87,7 +87,8 @@ class Config:
         enforce_eager: never capture steps in CUDA graphs; starts sooner, runs slower.
         overlap: let the device run one step ahead of the host.
         enable_prefix_caching: share the KV blocks of equal prompt beginnings.
-        prefix_grouping: attend a shared prefix once for all decodes that share it, if the backend can (triton).
+        prefix_grouping: attend a shared prefix once for all decodes that share it, if the backend can (triton, but not
+            with `deterministic`).
         runner: "pooling" leaves out all that only generation needs: the LM head, captured decodes, and most of the KV
             cache; such an LLM embeds, classifies and scores. "auto" and "generate" keep it, so an LLM can do both.
             vLLM's names of tasks that pool, such as "embed", mean "pooling".

@@ -1,8 +1,7 @@
 """Chooses the attention backend of a model.
 
 `torch` is the plain reference. `sdpa` is fast on a CPU, and `tiled` gives the same bits in every batch there. `triton`
-(our own kernels) and `flash` (FlashAttention 2) are for GPUs. With `deterministic=True`,
-`triton` is OrderedAttention.
+(our own kernels) and `flash` (FlashAttention 2) are for GPUs. With `deterministic=True`, `triton` is OrderedAttention.
 """
 
 import logging
@@ -20,7 +19,6 @@ logger = logging.getLogger(__name__)
 _FASTEST_FIRST: tuple[type[AttentionBackend], ...] = (TritonAttention, FlashAttention, SDPAAttention)
 _ALL: tuple[type[AttentionBackend], ...] = (*_FASTEST_FIRST, TiledAttention, TorchAttention)
 _BACKENDS = {backend.name: backend for backend in _ALL}
-_DETERMINISTIC: dict[str, type[AttentionBackend]] = {"triton": OrderedAttention}
 
 
 def make_attention_backend(name: str, shape: AttentionShape, block_size: int | None = None) -> AttentionBackend:
@@ -33,19 +31,24 @@ def make_attention_backend(name: str, shape: AttentionShape, block_size: int | N
         ValueError: the backend cannot run this model, dtype or block size here; the message names alternatives.
         RuntimeError: it needs a GPU or a package that is missing.
     """
-    ours = "tiled" if shape.device.type == "cpu" else "triton"
     if name == "auto" and not shape.deterministic:
         return _fastest(shape, block_size)(shape)
-    name = ours if name == "auto" else name
-    backend = _DETERMINISTIC.get(name, _BACKENDS[name]) if shape.deterministic else _BACKENDS[name]
-    if shape.deterministic and not backend.is_deterministic:
-        raise ValueError(
-            f'with attention_backend="{name}", the last bits depend on the batch; for deterministic=True, use "auto" '
-            f'or "{ours}"'
-        )
+    backend = _deterministic(name, shape) if shape.deterministic else _BACKENDS[name]
     if (problem := backend.problem(shape, block_size)) is not None:
         raise problem
     return backend(shape)
+
+
+def _deterministic(name: str, shape: AttentionShape) -> type[AttentionBackend]:
+    usual = "tiled" if shape.device.type == "cpu" else "triton"
+    name = usual if name == "auto" else name
+    backend = OrderedAttention if name == "triton" else _BACKENDS[name]
+    if not backend.is_deterministic:
+        raise ValueError(
+            f'with attention_backend="{name}", the last bits depend on the batch; for deterministic=True, use "auto" '
+            f'or "{usual}"'
+        )
+    return backend
 
 
 def _fastest(shape: AttentionShape, block_size: int | None) -> type[AttentionBackend]:

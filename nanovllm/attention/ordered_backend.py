@@ -14,7 +14,6 @@ from nanovllm.attention.triton_prompts import attend_decodes_as_prompts, attend_
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
 from nanovllm.ops.layer_cache import LayerCache
-from nanovllm.ops.store_kvcache import store_kvcache
 
 _BLOCK_MULTIPLE = 64  # with other blocks, kernels take fewer keys at a time
 
@@ -39,6 +38,7 @@ class OrderedAttention(AttentionBackend):
     is_deterministic = True
     can_be_captured = can_capture_prompts = True
     num_keys_per_tile = TritonAttention.num_keys_per_tile
+    store_kvcache = TritonAttention.store_kvcache
 
     @classmethod
     def problem(cls, shape: AttentionShape, block_size: int | None) -> Exception | None:
@@ -64,9 +64,6 @@ class OrderedAttention(AttentionBackend):
                 metadata.context_lens, metadata.num_decodes, tiles, ROWS=rows, **LAUNCH_OPTIONS
             )
         return tiles
-
-    def store_kvcache(self, k, v, cache: LayerCache, metadata: AttentionMetadata) -> None:
-        store_kvcache(k, v, cache, metadata.slot_mapping, use_kernels=True)
 
     def attend(self, q, k, v, cache: LayerCache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

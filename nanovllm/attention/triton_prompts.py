@@ -3,6 +3,7 @@
 A program attends a tile of a sequence's queries, for one head or for two that have the same keys.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -44,12 +45,11 @@ class PromptLaunch(NamedTuple):
     has_descriptors: bool = True
     queries: int = QUERY_TILE
 
-    def of_decodes(self, group_size: int) -> "PromptLaunch":
+    def of_decodes(self) -> "PromptLaunch":
         """The launch for tiles of a single query each, with the same bits: a program's rows are all heads that have
-        the same keys, padded to at least QUERY_TILE. Each warp has as many rows as before."""
-        heads = max(QUERY_TILE, triton.next_power_of_2(group_size))
-        num_warps = self.options["num_warps"] * heads // (self.heads * self.queries)
-        return self._replace(heads=heads, queries=1, options={**self.options, "num_warps": num_warps})
+        the same keys, padded to QUERY_TILE. Each warp has as many rows as before."""
+        num_warps = self.options["num_warps"] // self.heads
+        return self._replace(heads=QUERY_TILE, queries=1, options={**self.options, "num_warps": num_warps})
 
     def by_slot(self, whole: torch.Tensor) -> Any:
         """A descriptor of [num_blocks, block_size, num_kv_heads, head_dim], or None."""
@@ -136,13 +136,15 @@ def attend_decodes_as_prompts(
     Args:
         tiles: int32 [num_tiles, 4], as AttentionMetadata has them.
     """
-    scale, group_size = shape.score_scale * LOG2_E, shape.num_heads // shape.num_kv_heads
-    if window == 0 and has_hopper_kernel(shape, metadata.block_size):
+    scale = shape.score_scale * LOG2_E
+    if shape.num_heads // shape.num_kv_heads > QUERY_TILE:  # more heads than a tile has rows
+        attend_prompts(shape, q, cache, out, replace(metadata, query_tiles=tiles), window)
+    elif window == 0 and has_hopper_kernel(shape, metadata.block_size):
         from nanovllm.attention import hopper_prompts
 
         hopper_prompts.attend_decodes(q, cache, out, metadata, tiles, scale)
     else:
-        how = prompt_launch(shape, metadata.block_size).of_decodes(group_size)
+        how = prompt_launch(shape, metadata.block_size).of_decodes()
         launch_prefill(how, q, cache, out, metadata, tiles, scale, window)
 
 

@@ -91,7 +91,7 @@ class Sampler:
 
     def __init__(self, vocab: VocabSlice, parallel: Parallel, use_kernels: bool = False, deterministic: bool = False):
         self._vocab, self._parallel, self._use_kernels = vocab, parallel, use_kernels
-        self._has_one_way = deterministic and use_kernels
+        self._always_float32 = deterministic and use_kernels
 
     def sample(
         self,
@@ -187,7 +187,7 @@ class Sampler:
         return Sampled(token_ids, of_tokens)
 
     def _processed(self, logits, rows: SampledRows, needs: SamplingNeeds, tokens, rules, first_id: int = 0):
-        if self._has_one_way:  # kernels add numbers of other dtypes, or with other strides, in another order
+        if self._always_float32:  # kernels add numbers of other dtypes, or with other strides, in another order
             logits = logits.float().contiguous()
         if needs.changes:
             logits = logits.to(torch.float32, copy=True)  # the raw ones stay as they are

@@ -28,6 +28,7 @@ from nanovllm.ops.row_invariant import (
     sums_of_rows,
 )
 from nanovllm.replicas.replicas import Replicas
+from nanovllm.runner import determinism
 
 MAX_TOKENS = 10
 KINDS: tuple[dict[str, Any], ...] = (
@@ -232,6 +233,19 @@ def test_a_start_finds_rows_that_depend_on_their_place(tmp_path, monkeypatch):
         monkeypatch.setattr(LinearBase, "_multiply", planted)
         with pytest.raises(RuntimeError, match="deterministic=True: 37 rows in another order differ"):
             LLM(model, device="cpu", dtype="float32", deterministic=True)
+
+
+def test_a_start_compares_no_step_that_is_larger_than_allowed(tmp_path, monkeypatch):
+    """Larger ones have neither captures nor measured memory on a GPU."""
+    sizes, numbers = set(), determinism._numbers
+
+    def noted(program, prompts, start, end, ids):
+        sizes.add((len(prompts), end - start))
+        return numbers(program, prompts, start, end, ids)
+
+    monkeypatch.setattr(determinism, "_numbers", noted)
+    LLM(save("qwen3", tmp_path / "model"), device="cpu", deterministic=True, max_num_batched_tokens=8).close()
+    assert max(rows for rows, _ in sizes) == max(tokens for _, tokens in sizes) == 8
 
 
 def test_a_start_finds_chunks_that_change_bits(tmp_path, monkeypatch):

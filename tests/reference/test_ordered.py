@@ -322,7 +322,7 @@ def ordered_attention(case, max_num_seqs: int = 16) -> tuple[OrderedAttention, t
     return backend, backend.attend(q, k, v, case.cache, case.metadata, case.window)
 
 
-@pytest.mark.parametrize("group_size, head_dim", [(1, 32), (2, 64), (3, 40), (4, 128)])
+@pytest.mark.parametrize("group_size, head_dim", [(1, 32), (2, 64), (3, 40), (4, 128), (65, 16)])
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_decodes_attended_as_prompts_are_right(group_size, head_dim, window, is_fp8):
