@@ -5,6 +5,7 @@ The interpreter shows what they compute. tests/gpu/test_gpu_determinism.py compa
 
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.choice import make_attention_backend
 from nanovllm.attention.ordered_backend import OrderedAttention
 from nanovllm.engine.sequence import Sequence
+from nanovllm.layers import attention as attention_layer
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.embed_head import VocabSlice
 from nanovllm.layers.experts import Experts
@@ -23,6 +25,7 @@ from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.quantization import ChannelFp8
+from nanovllm.layers.rotary_embedding import Rotary
 from nanovllm.layers.sampler import SampledRows, Sampler, SamplingNeeds
 from nanovllm.ops import library, ordered_product
 from nanovllm.ops.collectives import Parallel
@@ -342,6 +345,25 @@ def test_decodes_with_the_most_keys_come_first_and_padding_last():
     tiles = backend.plan(case.metadata)
     assert tiles.tolist()[:5] == [[2, 1, 129, 2], [0, 1, 70, 0], [4, 1, 70, 4], [1, 1, 3, 1], [3, 1, 0, 3]]
     assert tiles[5, 1] == 0
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_a_decode_is_normed_by_the_kernel_of_prompts(monkeypatch, is_deterministic):
+    """With a cache in FP8, steps with prompts have a kernel that adds in another order than that of decodes alone."""
+    asked = []
+
+    def recorded(qkv, weight, eps, cos, sin, rotary_dim, cache, slots, has_prompts):
+        asked.append(has_prompts)
+        return qkv.unflatten(1, (-1, 16))[:, :-1]
+
+    monkeypatch.setattr(attention_layer, "qk_norm_rotate_store", recorded)
+    backend: Any = SimpleNamespace(
+        is_deterministic=is_deterministic, reads_new_keys=False, has_fp8_cache=True, attend=lambda q, *rest: q
+    )
+    cache, metadata = SimpleNamespace(num_kv_heads=1, head_dim=16), SimpleNamespace(query_tiles=None, slot_mapping=None)
+    layer = attention_layer.Attention(0, backend, use_kernels=True)
+    layer(torch.zeros(1, 64), None, Rotary(torch.zeros(1), torch.zeros(1), 16), [cache], [metadata])
+    assert asked == [is_deterministic]
 
 
 # What is refused
