@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
     from nanovllm.loglikelihood import Loglikelihood
     from nanovllm.logprobs import Logprob, TokenLogprobs
+    from nanovllm.lora import LoRARequest
     from nanovllm.outputs import CompletionOutput, RequestOutput
     from nanovllm.pooling_outputs import PoolingRequestOutput
     from nanovllm.pooling_params import PoolingParams
@@ -21,6 +22,7 @@ __all__ = [
     "NOT_YET",
     "CompletionOutput",
     "Config",
+    "LoRARequest",
     "Logprob",
     "Loglikelihood",
     "PoolingParams",
@@ -41,6 +43,7 @@ _NAMES = {
     "llm": ("LLM",),
     "loglikelihood": ("Loglikelihood",),
     "logprobs": ("Logprob", "TokenLogprobs"),
+    "lora": ("LoRARequest",),
     "outputs": ("CompletionOutput", "RequestOutput"),
     "pooling_outputs": ("PoolingRequestOutput",),
     "pooling_params": ("PoolingParams",),

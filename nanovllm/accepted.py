@@ -47,7 +47,7 @@ TEXT_ONLY = "nanovllm reads text only"
 _LLGUIDANCE = "llguidance is nanovllm's only backend of structured outputs"
 _HEADS = "the checkpoint says which head a model has; load one of …ForSequenceClassification"
 _NO_DRAFTS = "nanovllm has no speculative decoding; leave it out"
-MERGE = "merge the adapter into the model's weights and load the merged model"
+ADAPTERS = "pass a LoRARequest as lora_request to a call; see docs/lora.md"
 EDIT_CONFIG = "edit config.json in a copy of the model's directory"
 REPLICAS = "a job's --data-parallel-size runs several LLMs; see docs/jobs.md"
 UPDATE_WEIGHTS = "llm.update_weights() changes the weights of all ranks"
@@ -128,13 +128,12 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "moe_backend": _only("auto", instead="nanovllm itself chooses the kernels; leave it out"),
     "attention_config": _only({}, instead="attention_backend chooses the kernels of attention"),
     "cpu_offload_gb": _only(0, instead='use quantization="fp8" or tensor_parallel_size to make a model fit'),
-    "enable_lora": _only(False, instead=MERGE),
-    "max_lora_rank": _only(16, instead=MERGE),
-    "max_loras": _only(1, instead=MERGE),
-    "max_cpu_loras": _only(instead=MERGE),
-    "fully_sharded_loras": _only(False, instead=MERGE),
-    "lora_extra_vocab_size": _only(256, instead=MERGE),
-    "lora_dtype": _only("auto", instead=MERGE),
+    "max_cpu_loras": Accepted("nanovllm reads an adapter again when it needs it"),
+    "fully_sharded_loras": Accepted("nanovllm divides an adapter as it divides the layer"),
+    "lora_extra_vocab_size": _only(256, 0, instead="nanovllm takes no adapters with tokens of their own"),
+    "lora_dtype": _only("auto", instead="nanovllm keeps adapters in the model's dtype"),
+    "enable_lora_bias": _only(False, instead="nanovllm takes no adapters with biases"),
+    "default_mm_loras": _only(instead=TEXT_ONLY),
     "enable_prompt_adapter": _only(False, instead="nanovllm has no prompt adapters; leave it out"),
     "speculative_config": _only(instead=_NO_DRAFTS),
     "speculative_model": _only(instead=_NO_DRAFTS),
@@ -191,7 +190,6 @@ RENAMED_ARGUMENTS = {"prompt_token_ids": "prompts", "messages": "conversations"}
 
 ACCEPTED_ARGUMENTS: Mapping[str, Accepted] = {
     "chat_template_content_format": Accepted("nanovllm finds out which form of content a template reads"),
-    "lora_request": _only(instead=MERGE),
     "prompt_adapter_request": _only(instead="nanovllm has no prompt adapters; leave it out"),
     "guided_options_request": _only(instead="use SamplingParams(structured_outputs=StructuredOutputsParams(…))"),
     "priority": Accepted("nanovllm orders requests itself; results keep the prompts' order"),
@@ -210,6 +208,15 @@ ACCEPTED_POOLING: Mapping[str, Accepted] = {
     "late_interaction_params": _only(instead="encode() returns the states of all tokens; leave it out"),
     "extra_kwargs": _only({}, instead="nanovllm has no plug-ins that would read it; leave it out"),
     "output_kind": Accepted(_FINISHED),
+}
+
+# vLLM's arguments of LoRARequest: those with another name here, and those that change nothing.
+RENAMED_LORA = {"lora_local_path": "lora_path"}
+ACCEPTED_LORA: Mapping[str, Accepted] = {
+    "base_model_name": Accepted("nanovllm compares an adapter's tensors with the model's"),
+    "load_inplace": Accepted("nanovllm reads an adapter again if its files have changed"),
+    "long_lora_max_len": _only(instead="max_model_len limits all requests, with an adapter or without"),
+    "tensorizer_config_dict": _only(instead="nanovllm reads adapter_model.safetensors"),
 }
 
 # The same of reset_prefix_cache.

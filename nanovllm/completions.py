@@ -8,6 +8,7 @@ import numpy as np
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.logprobs import TokenLogprobs
+from nanovllm.lora import LoRARequest
 from nanovllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from nanovllm.prompts import EncodedPrompt
 from nanovllm.sampling_checks import DefaultMaxTokens
@@ -31,6 +32,7 @@ class FinishedRow(NamedTuple):
     arrival_time: float
     weight_version: int
     error: str | None = None
+    lora_request: LoRARequest | None = None
 
 
 class Completions:
@@ -65,7 +67,7 @@ class Completions:
             )
         return RequestOutput(
             row.request_id, row.prompt.text, row.prompt.token_ids, outputs or [CompletionOutput(0, "", [], "error")],
-            num_cached, error, scores, row.weight_version, row.number, metrics,
+            num_cached, error, scores, row.weight_version, row.number, metrics, row.lora_request,
         )  # fmt: skip
 
     def _completion(

@@ -27,6 +27,7 @@ _YES_OR_NO = {
     "architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"],
     "is_original_qwen3_reranker": True,
 }  # fmt: skip
+_MAX_LORAS, _MAX_LORA_RANK = 256, 512
 _MAX_SIZE = 65535  # larger values gain nothing, and they set the sizes of memory and grids
 
 # Other libraries' names for our options, or advice on options that we lack.
@@ -104,6 +105,10 @@ class Config:
         deterministic: a request's tokens and log-probabilities depend on the weights, its prompt, its parameters and
             its seed alone, bit for bit, on one kind of device with the same versions and number of ranks; see
             docs/correctness.md. Slower.
+        enable_lora: let calls take LoRA adapters; see docs/lora.md.
+        max_loras: maximum number of adapters that one step computes side by side, each for its own rows. They take
+            memory from the start. A call with one adapter merges it into the weights instead.
+        max_lora_rank: maximum rank of adapters that are computed side by side. A merged adapter may have any rank.
         cache_canary: check in each step that every key a row reads was computed for that row's own tokens; see
             docs/correctness.md. A wrong one ends the call with an error. Takes 8 bytes more per token of the cache.
         seed: the seed from which requests without a seed derive theirs; −1 is 0.
@@ -139,6 +144,9 @@ class Config:
     generation_config: str = "auto"
     queue_calls: bool = False
     deterministic: bool = False
+    enable_lora: bool = False
+    max_loras: int = 8
+    max_lora_rank: int = 16
     cache_canary: bool = False
     seed: int = 0
 
@@ -177,7 +185,7 @@ class Config:
         self._set("device", device)
         if self.revision is not None and not isinstance(self.revision, str):
             raise TypeError(f"revision must be a string, not {self.revision!r}")
-        for name in ("max_num_batched_tokens", "tensor_parallel_size"):
+        for name in ("max_num_batched_tokens", "tensor_parallel_size", "max_loras", "max_lora_rank"):
             self._set(name, integer(name, getattr(self, name), minimum=1))
         for name in ("max_model_len", "max_num_seqs", "kvcache_block_size", "num_kvcache_blocks"):
             if getattr(self, name) is not None:
@@ -192,6 +200,9 @@ class Config:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
         self._set("seed", 0 if integer("seed", self.seed) == -1 else seed_number(self.seed))
+        for name, largest in (("max_loras", _MAX_LORAS), ("max_lora_rank", _MAX_LORA_RANK)):
+            if getattr(self, name) > largest:
+                raise ValueError(f"{name} must be at most {largest}, not {getattr(self, name)}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError("max_model_len must be at least 2: one token of prompt and one of completion")
         if self.tensor_parallel_size > 1 and ":" in self.device:

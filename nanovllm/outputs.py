@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
 from nanovllm.logprobs import TokenLogprobs
+from nanovllm.lora import LoRARequest
 
 FinishReason = Literal["stop", "length", "error", "abort"]
 # The maximum numbers of kinds of reasons that are counted separately, of kinds that are named, and of prompts that are
@@ -66,9 +67,10 @@ class RequestOutput:
         weight_version: how many times `LLM.update_weights` had changed the weights that computed the output.
         prompt_index: the prompt's number in its call.
         metrics: the request's times; None if it could not run. Comparison ignores them.
+        lora_request: the adapter that the request was made with, or None. Comparison ignores it.
 
     `text`, `token_ids` and `finish_reason` are those of the first completion, `num_prompt_tokens` is the length of
-    `prompt_token_ids`. `finished` is True, because only finished requests are returned, and `lora_request` is None.
+    `prompt_token_ids`. `finished` is True, because only finished requests are returned.
     """
 
     request_id: str = field(compare=False)
@@ -81,6 +83,7 @@ class RequestOutput:
     weight_version: int = 0
     prompt_index: int = 0
     metrics: RequestMetrics | None = field(default=None, compare=False)
+    lora_request: LoRARequest | None = field(default=None, compare=False)
 
     @property
     def text(self) -> str:
@@ -101,10 +104,6 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return True
-
-    @property
-    def lora_request(self) -> None:
-        return None
 
     def __getitem__(self, name: str):
         if name not in _KEYS:

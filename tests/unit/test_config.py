@@ -45,6 +45,9 @@ def test_the_defaults_are_the_documented_ones():
         "generation_config": "auto",
         "queue_calls": False,
         "deterministic": False,
+        "enable_lora": False,
+        "max_loras": 8,
+        "max_lora_rank": 16,
         "cache_canary": False,
         "seed": 0,
     }

@@ -12,12 +12,13 @@ COMPLETION = CompletionOutput(0, "42", [52, 50, 258], "stop", 258)
 OUTPUT = RequestOutput("7", "What?", [1, 2, 3], [COMPLETION, CompletionOutput(1, "6", [54], "length")], 2)
 FIELDS = [
     "request_id", "prompt", "prompt_token_ids", "outputs", "num_cached_tokens", "error", "prompt_logprobs",
-    "weight_version", "prompt_index", "metrics",
+    "weight_version", "prompt_index", "metrics", "lora_request",
 ]  # fmt: skip
 KEYS = {
     "text": "42", "token_ids": [52, 50, 258], "finish_reason": "stop", "num_prompt_tokens": 3, "request_id": "7",
     "prompt": "What?", "prompt_token_ids": [1, 2, 3], "outputs": OUTPUT.outputs, "num_cached_tokens": 2, "error": None,
-    "prompt_logprobs": None, "weight_version": 0, "prompt_index": 0, "metrics": None, "finished": True,
+    "prompt_logprobs": None, "weight_version": 0, "prompt_index": 0, "metrics": None, "lora_request": None,
+    "finished": True,
 }  # fmt: skip
 
 
