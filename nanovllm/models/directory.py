@@ -1,12 +1,14 @@
 """A model's directory: where it is, and which of its files hold the weights. No torch."""
 
 import logging
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import shorten
 
 from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.lora import ADAPTER_FILES, LoRARequest
 from nanovllm.models.json_fields import read_json
 
 logger = logging.getLogger(__name__)
@@ -27,28 +29,74 @@ def find_model(model: str, revision: str | None, with_weights: bool = True, opti
     Raises:
         ValueError: it is neither a directory nor a name that the hub knows.
     """
-    path = Path(model).expanduser()
+    local = _local_directory(model, option)
+    if local is not None:
+        return local
+    if model == BUNDLED:
+        return MODEL_DIRECTORY
+    patterns = [*_TEXT_FILES, "*.safetensors"] if with_weights else _TEXT_FILES
+    advice = f'the directory of a downloaded model, or "{BUNDLED}", nanovllm\'s own small model'
+    return _fetched(model, revision, patterns, option, advice)
+
+
+def find_adapter(request: LoRARequest) -> Path:
+    """The directory of a LoRA adapter: its `lora_path`, or that of a hub name's files, which are fetched if they are
+    missing.
+
+    Raises:
+        ValueError: `lora_path` is neither a directory nor a name that the hub knows.
+    """
+    option, adapter = f"lora_path of adapter {request.lora_name!r}:", os.fspath(request.lora_path)
+    local = _local_directory(adapter, option)
+    advice = "the directory of a downloaded adapter"
+    return local if local is not None else _fetched(adapter, None, [*ADAPTER_FILES], option, advice)
+
+
+def adapter_files(directory: Path) -> tuple[Path, Path]:
+    """The config and the tensors of a LoRA adapter, as peft's save_pretrained writes them.
+
+    Raises:
+        ValueError: a file is missing.
+    """
+    config, tensors = (directory / name for name in ADAPTER_FILES)
+    try:
+        if not config.is_file():
+            raise ValueError(f"{directory} has no {config.name}; give the directory that peft's save_pretrained wrote")
+        if not tensors.is_file():
+            hint = "; it has adapter_model.bin, which is not read: load it with peft and save it as safetensors"
+            hint *= (directory / "adapter_model.bin").exists()
+            raise ValueError(f"{directory} has no {tensors.name}{hint}")
+    except OSError as error:
+        raise ValueError(f"{directory} cannot be read: {error.strerror}") from None
+    return config, tensors
+
+
+def _local_directory(name: str, option: str) -> Path | None:
+    """The directory of this name, or None; a ValueError if no path can have this name."""
+    path = Path(name).expanduser()
     try:
         if path.is_dir():
             return path
     except OSError as error:  # such as a name that is too long
-        raise ValueError(f"{option} {model[:100]!r}… cannot be a directory: {error.strerror}") from None
-    if model == BUNDLED:
-        return MODEL_DIRECTORY
-    if path.is_absolute() or path.exists() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ValueError(f"{option} {model!r} is not a directory")
+        raise ValueError(f"{option} {name[:100]!r}… cannot be a directory: {error.strerror}") from None
+    return None
+
+
+def _fetched(name: str, revision: str | None, patterns: list[str], option: str, advice: str) -> Path:
+    """The directory of a hub name's files. `advice` says what the user may give instead."""
+    path = Path(name).expanduser()
+    if path.is_absolute() or path.exists() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ValueError(f"{option} {name!r} is not a directory")
     from huggingface_hub import snapshot_download  # slow to import, and needed only for hub names
 
-    patterns = [*_TEXT_FILES, "*.safetensors"] if with_weights else _TEXT_FILES
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub client raises dozens of types; all mean that there is no model
         said = re.sub(r" ?\(Request ID: .*?\)", "", " ".join(str(error).split()))
         reason = f"{type(error).__name__}: {shorten(said, 150)}"
         raise ValueError(
-            f"{option} {model!r} is not a directory, and the hub does not give it ({reason}); check the name, the "
-            "network, the disk and, for a gated model, your login, or give the directory of a downloaded model, or "
-            f'"{BUNDLED}", nanovllm\'s own small model'
+            f"{option} {name!r} is not a directory, and the hub does not give it ({reason}); check the name, the "
+            f"network, the disk and, for a gated model, your login, or give {advice}"
         ) from None
 
 

@@ -98,7 +98,7 @@ def expected_tensors(model: CausalLM) -> dict[str, list[Shard]]:
 
 def expected_of(model: CausalLM, prefix: str, module: nn.Module) -> dict[str, list[Shard]]:
     """`expected_tensors` of one module's own parameters; `prefix` is the module's name."""
-    parent, _, own_name = prefix.rpartition(".")
+    own_name = prefix.rpartition(".")[2]
     rule = getattr(module, "shards", None)
     if rule is None:
         return {}
@@ -110,13 +110,22 @@ def expected_of(model: CausalLM, prefix: str, module: nn.Module) -> dict[str, li
         parameter_names.append("weight")
     for parameter_name in parameter_names:
         for key, shards in rule(parameter_name).items():
-            # In the checkpoint, the parts of a merged parameter have their own names beside it.
-            path = (f"{parent}.{key}" if parent else key) if key else prefix
-            name = f"{path}.{parameter_name}"
-            for ours, theirs in model.renames:
-                name = name.replace(ours, theirs)
-            expected[name] = shards
+            expected[tensor_name(model, prefix, key, parameter_name)] = shards
     return expected
+
+
+def tensor_name(model: CausalLM, prefix: str, key: str, parameter_name: str) -> str:
+    """The checkpoint's name of a tensor.
+
+    prefix: the name of the module that has the parameter; key: the key in Shards of the part that the tensor fills.
+    """
+    # In the checkpoint, the parts of a merged parameter have their own names beside it.
+    parent = prefix.rpartition(".")[0]
+    path = (f"{parent}.{key}" if parent else key) if key else prefix
+    name = f"{path}.{parameter_name}"
+    for ours, theirs in model.renames:
+        name = name.replace(ours, theirs)
+    return name
 
 
 def fill_dummy_weights(model: nn.Module, seed: int) -> None:
@@ -125,6 +134,8 @@ def fill_dummy_weights(model: nn.Module, seed: int) -> None:
     with torch.no_grad():
         generator = torch.Generator(next(model.parameters()).device).manual_seed(seed % 2**63)
         for name, parameter in model.named_parameters():
+            if ".adapter_slots." in name:
+                continue  # zeros change nothing
             if name.endswith("norm.weight"):
                 parameter.fill_(1)
             elif name.endswith(("weight_scale", "weight_scale_inv")):

@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Protocol, TypeVar
 
 from nanovllm.layers.shard import Shard
 from nanovllm.models.decoder import CausalLM
@@ -13,6 +14,15 @@ logger = logging.getLogger(__name__)
 
 # An expert's tensors, and the tensor of all experts that may hold them.
 _PACKED = {"gate_proj.weight": "gate_up_proj", "up_proj.weight": "gate_up_proj", "down_proj.weight": "down_proj"}
+
+
+class _HasName(Protocol):
+    @property
+    def what(self) -> str:
+        """Its description in errors."""
+
+
+_Named = TypeVar("_Named", bound=_HasName)
 
 
 def named_as_expected(
@@ -35,19 +45,7 @@ def named_as_expected(
         ValueError: the model has no such tensor, or two tensors have the same name.
     """
     packed_names = _packed_names(expected)
-    bare_names = {name.removeprefix("model."): name for name in (*expected, *model.tied_weights, *packed_names)}
-    tensors = _of_model(model, list(tensors))
-    splits = [(*_split(name, bare_names), tensor) for name, tensor in tensors]
-    counts = Counter(prefix for prefix, bare, _ in splits if bare in bare_names)
-    usual = max(counts, key=lambda prefix: (counts[prefix], len(prefix)), default="")
-    known: list[tuple[str, AnyTensor]] = []
-    for prefix, bare, tensor in splits:
-        is_known = bare in bare_names and usual.startswith(prefix) and (not model.is_wrapped or prefix in TEXT_PREFIXES)
-        # Old Llama checkpoints also store frequencies, which follow from the config.
-        if not is_known and not bare.endswith(".rotary_emb.inv_freq"):
-            hint = _hint(model, prefix + bare, usual)
-            raise ValueError(f"unexpected {tensor.what}; the model has no such parameter{hint}")
-        known.append((bare_names.get(bare, bare), tensor))
+    known = by_model_names(model, (*expected, *model.tied_weights, *packed_names), tensors, "parameter")
     packed = {name: tensor for name, tensor in known if name in packed_names}
     found: dict[str, AnyTensor] = {}
     for name, tensor in known:
@@ -64,7 +62,34 @@ def named_as_expected(
     return found
 
 
-def _of_model(model: CausalLM, tensors: list[tuple[str, AnyTensor]]) -> list[tuple[str, AnyTensor]]:
+def by_model_names(
+    model: CausalLM, names: Iterable[str], tensors: Iterable[tuple[str, _Named]], kind: str
+) -> list[tuple[str, _Named]]:
+    """(name, tensor) pairs with the model's names in place of a checkpoint's; see `named_as_expected`.
+
+    Args:
+        names: the model's names.
+        kind: a noun for them, for errors.
+
+    Raises:
+        ValueError: the model has no such tensor.
+    """
+    bare_names = {name.removeprefix("model."): name for name in names}
+    splits = [(*_split(name, bare_names), tensor) for name, tensor in _of_model(model, list(tensors))]
+    counts = Counter(prefix for prefix, bare, _ in splits if bare in bare_names)
+    usual = max(counts, key=lambda prefix: (counts[prefix], len(prefix)), default="")
+    known: list[tuple[str, _Named]] = []
+    for prefix, bare, tensor in splits:
+        is_known = bare in bare_names and usual.startswith(prefix) and (not model.is_wrapped or prefix in TEXT_PREFIXES)
+        # Old Llama checkpoints also store frequencies, which follow from the config.
+        if not is_known and not bare.endswith(".rotary_emb.inv_freq"):
+            hint = _hint(model, prefix + bare, usual)
+            raise ValueError(f"unexpected {tensor.what}; the model has no such {kind}{hint}")
+        known.append((bare_names.get(bare, bare), tensor))
+    return known
+
+
+def _of_model(model: CausalLM, tensors: list[tuple[str, _Named]]) -> list[tuple[str, _Named]]:
     """The tensors without those of parts that the model lacks. A trainer may send those of each part in calls of their
     own."""
 
