@@ -21,6 +21,7 @@ PARTS = {
         "nvjet", "splitKreduce", "gemm", "gemv", "_single_row_linear_kernel", "_block_product_kernel",
         "_fused_product_kernel", "_gate_up_kernel", "_down_kernel", "_ordered_product_kernel",
     ),
+    "adapters": ("_shrink_kernel", "_expand_kernel"),
     "routing": ("_router_kernel", "_top_experts_kernel", "_pairs_kernel", "_combine_kernel"),
     "sampling": (
         "_allow_kernel", "_edit_and_count_kernel", "_penalise_kernel", "_filter_kernel", "_best_of_part_kernel",

@@ -17,6 +17,7 @@ class LayerContext:
     use_kernels: compute with our kernels instead of their plain twins.
     parallel: this rank's place among those that share the model.
     row_ops: how to compute rows.
+    max_loras, max_lora_rank: the number and maximum rank of LoRA adapters that a layer has room for; 0 for none.
     """
 
     dtype: torch.dtype
@@ -24,6 +25,8 @@ class LayerContext:
     use_kernels: bool = False
     parallel: Parallel = Parallel()  # noqa: RUF009 (frozen)
     row_ops: RowOps = PLAIN
+    max_loras: int = 0
+    max_lora_rank: int = 0
 
     @property
     def deterministic(self) -> bool:

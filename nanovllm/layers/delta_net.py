@@ -15,6 +15,7 @@ from nanovllm.layers.shard import WHOLE, Rows, Shards, in_one_tensor, rows_of_he
 from nanovllm.ops.delta_net import delta_net
 from nanovllm.ops.delta_prompts import TILE
 from nanovllm.ops.layer_state import DeltaWeights, LayerState, StateRows
+from nanovllm.ops.low_rank import AdapterRows
 
 assert TILE == QUERY_TILE, "the kernels of prompts walk through the tiles of queries"
 
@@ -92,6 +93,8 @@ class GatedDeltaNet(nn.Module):
         kv_cache: list[LayerState],
         groups: list[AttentionMetadata],
         needed: torch.Tensor | None = None,
+        adapters: AdapterRows | None = None,
+        needed_adapters: AdapterRows | None = None,
     ) -> PartialSum | PendingProduct:
         """The layer's results for new tokens. The states of their sequences advance.
 
@@ -101,6 +104,7 @@ class GatedDeltaNet(nn.Module):
             kv_cache: what each layer keeps; a LayerState for this one.
             groups: the metadata of each group of layers. This layer uses group 0's, with all `query_tiles`.
             needed: int64 [num_needed], the tokens whose results are read; None for all.
+            adapters, needed_adapters: those of all tokens, and of the needed ones; None if no token has one.
 
         Returns:
             [num_needed, hidden_size].
@@ -112,6 +116,6 @@ class GatedDeltaNet(nn.Module):
             metadata.max_num_decodes, metadata.query_tiles,
         )  # fmt: skip
         weights = DeltaWeights(self.conv1d.weight[:, 0], self.A_log, self.dt_bias, self.norm.weight, self.norm.eps)
-        qkvz, ba = self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states)
+        qkvz, ba = self.in_proj_qkvz(hidden_states, adapters), self.in_proj_ba(hidden_states, adapters)
         outputs = delta_net(qkvz, ba, weights, kv_cache[self.layer_index], rows, self.use_kernels)
-        return self.out_proj(outputs if needed is None else outputs.index_select(0, needed))
+        return self.out_proj(outputs if needed is None else outputs.index_select(0, needed), needed_adapters)

@@ -8,6 +8,7 @@ from nanovllm.layers.forms import Form, PartialSum
 from nanovllm.layers.quantization import FormattedWeight, WeightFormat
 from nanovllm.layers.shard import Shard, Shards, replicated_shards
 from nanovllm.ops.grouped_mlp import ExpertWeights, find_pairs_of_tile, grouped_mlp
+from nanovllm.ops.low_rank import AdapterRows
 from nanovllm.ops.route import route
 
 
@@ -124,13 +125,16 @@ class Experts(nn.Module):
         num_experts, dtype = len(self.gate.weight), self.gate.weight.dtype
         return find_pairs_of_tile(num_tokens * self._top_k, num_experts, dtype, self._deterministic)
 
-    def forward(self, hidden_states: torch.Tensor) -> PartialSum:
-        """hidden_states: [num_tokens, hidden_size] -> the same shape"""
+    def forward(self, hidden_states: torch.Tensor, adapters: AdapterRows | None = None) -> PartialSum:
+        """hidden_states: [num_tokens, hidden_size] -> the same shape
+
+        adapters: those of the tokens, for the shared expert; None if no token has one.
+        """
         kind = self._use_kernels, self._row_ops
         routes = route(hidden_states, self.gate.weight, self._top_k, self._renormalizes, *kind)
         weights = self.gate_up_proj.weights, self.down_proj.weights
         output = grouped_mlp(hidden_states, routes, *weights, self._activation, *kind)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             weight = self._row_ops.sigmoid(self._row_ops.linear(hidden_states, self.shared_expert_gate.weight))
-            output.addcmul_(weight, self.shared_expert(hidden_states).part)
+            output.addcmul_(weight, self.shared_expert(hidden_states, adapters).part)
         return PartialSum(output)

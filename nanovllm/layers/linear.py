@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from nanovllm.layers.adapters import AdapterSlots
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.forms import Form, PartialSum, PendingProduct
 from nanovllm.layers.quantization import FormattedWeight, WeightFormat
@@ -26,6 +27,7 @@ from nanovllm.layers.shard import (
 )
 from nanovllm.ops.fused_product import has_fused_product
 from nanovllm.ops.linear import MAX_ROWS_IN_PARTS, linear_in_parts, num_input_parts, pack_weight
+from nanovllm.ops.low_rank import AdapterRows
 from nanovllm.ops.quantize import Quantized, ScaledProduct
 
 
@@ -64,7 +66,8 @@ class LinearBase(Packable, FormattedWeight):
 
     weight: [output_size, input_size] of this rank.
     accepts: the forms of inputs that the layer takes.
-    gives: the forms of results that it gives.
+    gives: the forms of results that it gives. In a step with adapters they are plain, because adapters add to them.
+    adapter_slots: the factors of adapters, or None.
 
     Args:
         format: format of the weight; None is the context's dtype.
@@ -90,20 +93,31 @@ class LinearBase(Packable, FormattedWeight):
         if format is not None:
             format.check(output_size, input_size)
             self.accepts, makes = format.accepts, format.makes
+        if context.deterministic and context.max_loras:
+            makes = Form.PLAIN  # else a row's bits would depend on whether another row has an adapter
         self.gives = Form.PLAIN if bias else gives & makes  # a bias is added after the scales, and only once
+        self.adapter_slots: AdapterSlots | None = None
 
     def variant_key(self, num_tokens: int) -> int:
         """See CausalLM.variant_key."""
         return 1 if self.format is None else self.format.variant_key(num_tokens)
 
-    def _multiply(self, x: torch.Tensor | Quantized, bias: torch.Tensor | None) -> torch.Tensor | ScaledProduct:
+    def _multiply(
+        self, x: torch.Tensor | Quantized, bias: torch.Tensor | None, adapters: AdapterRows | None
+    ) -> torch.Tensor | ScaledProduct:
         """x: [num_rows, input_size] -> [num_rows, output_size]"""
         if self.format is None:
             assert isinstance(x, torch.Tensor), "only layers in FP8 take inputs in FP8"
-            return self._row_ops.linear(x, self.weight, self.packed, bias=bias, use_kernels=self.use_kernels)
-        weight, scales = self.get_parameter("weight"), self.get_parameter(self.format.scale_name)
-        by_format = partial(self.format.multiply, weight=weight, scales=scales, bias=bias, gives=self.gives)
-        return self._row_ops.multiply(x, by_format)
+            product = self._row_ops.linear(x, self.weight, self.packed, bias=bias, use_kernels=self.use_kernels)
+        else:
+            weight, scales = self.get_parameter("weight"), self.get_parameter(self.format.scale_name)
+            gives = self.gives if adapters is None else Form.PLAIN
+            by_format = partial(self.format.multiply, weight=weight, scales=scales, bias=bias, gives=gives)
+            product = self._row_ops.multiply(x, by_format)
+        if adapters is None:
+            return product
+        assert self.adapter_slots is not None, "a model without room for adapters has no tokens with one"
+        return self.adapter_slots(product, x, adapters)
 
 
 class MergedColumnParallelLinear(LinearBase):
@@ -117,6 +131,8 @@ class MergedColumnParallelLinear(LinearBase):
     def __init__(self, input_size: int, rows: Sequence[Rows], bias: bool, context: LayerContext, **kw):
         super().__init__(input_size, sum(each.length for each in rows), bias, context, **kw)
         self.rows = rows
+        if context.max_loras:
+            self.adapter_slots = AdapterSlots(rows, input_size, (0, input_size), context)
 
     def shards(self, name: str) -> Shards:
         parameter = self.parameter("bias" if name == "bias" else "weight")
@@ -128,11 +144,16 @@ class MergedColumnParallelLinear(LinearBase):
             return 0
         return super().variant_key(num_tokens)
 
-    def forward(self, x: torch.Tensor | Quantized) -> torch.Tensor | ScaledProduct | PendingProduct:
-        """x: [num_rows, input_size] -> [num_rows, output_size / ranks], in one of the forms of `gives`"""
-        if isinstance(x, torch.Tensor) and self.variant_key(x.shape[0]) == 0:
+    def forward(
+        self, x: torch.Tensor | Quantized, adapters: AdapterRows | None = None
+    ) -> torch.Tensor | ScaledProduct | PendingProduct:
+        """x: [num_rows, input_size] -> [num_rows, output_size / ranks], in one of the forms of `gives`
+
+        adapters: those of the rows; None if no row has one.
+        """
+        if adapters is None and isinstance(x, torch.Tensor) and self.variant_key(x.shape[0]) == 0:
             return PendingProduct(x, self.get_parameter("weight"))
-        return self._multiply(x, self.bias)
+        return self._multiply(x, self.bias, adapters)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -185,6 +206,8 @@ class RowParallelLinear(LinearBase):
         part = context.parallel.shard(input_size, "input size")
         super().__init__(part[1], output_size, bias, context, **kw)
         self.full_input_size, self.part = input_size, part
+        if context.max_loras:
+            self.adapter_slots = AdapterSlots([Rows(WHOLE, output_size, 0, output_size)], input_size, part, context)
 
     def shards(self, name: str) -> Shards:
         if name == "bias":
@@ -204,13 +227,17 @@ class RowParallelLinear(LinearBase):
         is_pending = num_tokens > MAX_ROWS_IN_PARTS
         return 0 if is_pending else num_input_parts(num_tokens, *self.weight.shape[::-1])
 
-    def forward(self, x: torch.Tensor | Quantized) -> PartialSum | PendingProduct:
-        """x: [num_tokens, input_size / ranks] -> [num_tokens, output_size], in one of the forms of `gives`"""
-        if self.format is None and isinstance(x, torch.Tensor) and (num_parts := self.variant_key(x.shape[0])) != 1:
+    def forward(self, x: torch.Tensor | Quantized, adapters: AdapterRows | None = None) -> PartialSum | PendingProduct:
+        """x: [num_tokens, input_size / ranks] -> [num_tokens, output_size], in one of the forms of `gives`
+
+        adapters: those of the tokens; None if no token has one.
+        """
+        is_plain = self.format is None and adapters is None
+        if is_plain and isinstance(x, torch.Tensor) and (num_parts := self.variant_key(x.shape[0])) != 1:
             assert self.weight is not None, "a packed weight gives no parts"
             if num_parts == 0:
                 return PendingProduct(x, self.weight)
             return PartialSum(linear_in_parts(x, self.weight, num_parts))
         # Every rank holds the bias, but the sum may count it only once.
         bias = self.bias if self.parallel.rank == 0 else None
-        return PartialSum(self._multiply(x, bias))
+        return PartialSum(self._multiply(x, bias, adapters))

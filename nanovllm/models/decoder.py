@@ -27,6 +27,7 @@ from nanovllm.ops.act_and_mul import triton_act_and_mul
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.fused_product import gated_product
 from nanovllm.ops.layer_cache import LayerCache
+from nanovllm.ops.low_rank import AdapterRows
 from nanovllm.ops.row_invariant import PLAIN, RowOps
 
 
@@ -72,8 +73,8 @@ class DecoderAttention(nn.Module):
         elif family.qk_norm == "projection":
             self.projection_norm = ProjectionNorm(self.qkv_proj.rows[:2], config.rms_norm_eps, context)
 
-    def forward(self, hidden_states, rotary, kv_cache, metadata, needed=None):
-        qkv = self.qkv_proj(hidden_states)
+    def forward(self, hidden_states, rotary, kv_cache, metadata, needed=None, adapters=None, needed_adapters=None):
+        qkv = self.qkv_proj(hidden_states, adapters)
         if self.projection_norm is not None:
             qkv = self.projection_norm(qkv)
         if self.has_gates:
@@ -81,7 +82,7 @@ class DecoderAttention(nn.Module):
         attended = self.attn(qkv, self.qk_norm, rotary, kv_cache, metadata).flatten(1)
         if self.has_gates:
             attended = attended * self._sigmoid(gates)
-        return self.o_proj(attended if needed is None else attended.index_select(0, needed))
+        return self.o_proj(attended if needed is None else attended.index_select(0, needed), needed_adapters)
 
 
 class DecoderMLP(nn.Module):
@@ -107,11 +108,11 @@ class DecoderMLP(nn.Module):
         self.hidden_act = config.hidden_act
         self._act_and_mul = triton_act_and_mul if context.use_kernels else context.row_ops.act_and_mul
 
-    def forward(self, hidden_states):
-        gate_up = self.gate_up_proj(hidden_states)
+    def forward(self, hidden_states, adapters=None):
+        gate_up = self.gate_up_proj(hidden_states, adapters)
         if isinstance(gate_up, PendingProduct):
             return self.down_proj(gated_product(*gate_up, self.hidden_act))
-        return self.down_proj(self._act_and_mul(gate_up, self.hidden_act))
+        return self.down_proj(self._act_and_mul(gate_up, self.hidden_act), adapters)
 
 
 class DecoderLayer(nn.Module):
@@ -162,9 +163,10 @@ class DecoderLayer(nn.Module):
             config.hidden_act, context, format, shared,
         )  # fmt: skip
 
-    def forward(self, output, residual, rotary, kv_cache, metadata, needed=None, keep=None):
+    def forward(self, output, residual, rotary, kv_cache, metadata, adapters=None, needed=None, keep=None):
         """(output of the layer before, residual) -> the same of this layer; see RMSNorm.reduce_add.
 
+        adapters: the AdapterRows of all tokens; None if no token has an adapter.
         needed: int64 [num_needed], the tokens whose results are read; the results then have one row per needed token.
             None for all tokens. The cache always gets the keys and values, or the states, of all tokens.
         keep: a function that gets the layer's input, which may be overwritten later, or None.
@@ -173,15 +175,16 @@ class DecoderLayer(nn.Module):
         if keep is not None:
             keep(residual)
         mixer = self.linear_attn if self.is_recurrent else self.self_attn
-        output = mixer(hidden_states, rotary[self.rope], kv_cache, metadata, needed)
+        needed_adapters = None if adapters is None else adapters.at(needed)
+        output = mixer(hidden_states, rotary[self.rope], kv_cache, metadata, needed, adapters, needed_adapters)
         if needed is not None:
             residual = residual.index_select(0, needed)
         if not self.has_post_norms:
             hidden_states, residual = self.post_attention_layernorm.reduce_add(output, residual)
-            return self.mlp(hidden_states), residual
+            return self.mlp(hidden_states, needed_adapters), residual
         output = self.post_attention_layernorm.reduce(output)
         hidden_states, residual = self.pre_feedforward_layernorm.reduce_add(output, residual)
-        return self.post_feedforward_layernorm.reduce(self.mlp(hidden_states)), residual
+        return self.post_feedforward_layernorm.reduce(self.mlp(hidden_states, needed_adapters)), residual
 
 
 class Decoder(nn.Module):
@@ -200,16 +203,17 @@ class Decoder(nn.Module):
         self.norm = residual_norm(config, context)
         self.has_post_norms = family.has_post_norms
 
-    def forward(self, token_ids, rotary, kv_cache, metadata, needed=None, keeps=MappingProxyType({})):
+    def forward(self, token_ids, rotary, kv_cache, metadata, adapters=None, needed=None, keeps=MappingProxyType({})):
         # The result of a norm after a block is whole, so the residual that it is added to must be whole too.
         embed = self.embed_tokens.reduce if self.has_post_norms else self.embed_tokens
         output, residual = embed(token_ids), None
         *others, last = self.layers
         for index, layer in enumerate(others):
-            output, residual = layer(output, residual, rotary, kv_cache, metadata, keep=keeps.get(index))
+            output, residual = layer(output, residual, rotary, kv_cache, metadata, adapters, keep=keeps.get(index))
         if needed is not None and not last.is_recurrent:
             metadata = [replace(of_group, query_tiles=of_group.sampled_tiles) for of_group in metadata]
-        output, residual = last(output, residual, rotary, kv_cache, metadata, needed, keeps.get(len(others)))
+        keep = keeps.get(len(others))
+        output, residual = last(output, residual, rotary, kv_cache, metadata, adapters, needed, keep)
         return self.norm.reduce_add(output, residual)[0]
 
 
@@ -221,7 +225,8 @@ class CausalLM(nn.Module):
         config: the architecture's numbers.
         max_position: positions are below it.
         backend: the attention backend.
-        parallel, dtype, device, use_kernels, row_ops: see LayerContext. Parameters are left uninitialised.
+        parallel, dtype, device, use_kernels, row_ops, max_loras, max_lora_rank: see LayerContext. Parameters are left
+            uninitialised.
     """
 
     lm_head: ParallelLMHead | None
@@ -237,9 +242,11 @@ class CausalLM(nn.Module):
         device: torch.device,
         use_kernels: bool = False,
         row_ops: RowOps = PLAIN,
+        max_loras: int = 0,
+        max_lora_rank: int = 0,
     ):
         super().__init__()
-        context = LayerContext(dtype, device, use_kernels, parallel, row_ops)
+        context = LayerContext(dtype, device, use_kernels, parallel, row_ops, max_loras, max_lora_rank)
         self.model = Decoder(config, backend, context)
         self.rotary_embs = {
             rope: RotaryEmbedding(config.head_dim, max_position, rope, dtype, device)
@@ -263,16 +270,18 @@ class CausalLM(nn.Module):
         positions: torch.Tensor,
         kv_cache: list[LayerCache],
         metadata: list[AttentionMetadata],
+        adapters: AdapterRows | None = None,
         needed: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """token_ids, positions: [num_tokens] -> hidden states [num_tokens, hidden_size]
 
         metadata: one per group of layers.
+        adapters: those of the tokens; None if no token has one.
         needed: int64 [num_needed], indices of tokens; those of prompts must be in the `sampled_tiles`. The last
             layer computes results for them alone, and the hidden states are [num_needed, hidden_size]. None for all
             tokens. Must be None for ranks with an Exchange, whose residuals lack rows.
         """
-        return self.model(token_ids, self._rotary(positions), kv_cache, metadata, needed)
+        return self.model(token_ids, self._rotary(positions), kv_cache, metadata, adapters, needed)
 
     def states_of_layers(
         self,
@@ -282,6 +291,7 @@ class CausalLM(nn.Module):
         positions: torch.Tensor,
         kv_cache: list[LayerCache],
         metadata: list[AttentionMetadata],
+        adapters: AdapterRows | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """The hidden states of all tokens, and the states [len(places), hidden_size] of layers before the final norm,
         numbered as in Pooling. Not for ranks with an Exchange, whose residuals lack rows.
@@ -295,7 +305,7 @@ class CausalLM(nn.Module):
             of_layers[layer] = states if self.residual_multiplier == 1 else states * self.residual_multiplier
 
         keeps = {layer: partial(keep, layer) for layer in layers}
-        return self.model(token_ids, self._rotary(positions), kv_cache, metadata, keeps=keeps), of_layers
+        return self.model(token_ids, self._rotary(positions), kv_cache, metadata, adapters, keeps=keeps), of_layers
 
     def _rotary(self, positions: torch.Tensor) -> dict[RopeConfig, Rotary]:
         return {rope: embedding.lookup(positions) for rope, embedding in self.rotary_embs.items()}

@@ -99,8 +99,8 @@ class Model:
         peaks = {"inputs": [], "weights": [peak_of_rows(weight) for weight in self.weights]}
         for linear in self.linears:
             multiply = type(linear)._multiply
-            linear._multiply = lambda x, bias, multiply=multiply, linear=linear: (
-                peaks["inputs"].append(peak_of_rows(x)) or multiply(linear, x, bias)
+            linear._multiply = lambda x, bias, adapters, multiply=multiply, linear=linear: (
+                peaks["inputs"].append(peak_of_rows(x)) or multiply(linear, x, bias, adapters)
             )
         self._logits()
         for linear in self.linears:
@@ -114,7 +114,9 @@ class Model:
         for linear, weight in list(zip(self.linears, self.weights, strict=True))[:num_rounded]:
             linear.get_parameter("weight").copy_(of_weights(weight))
             multiply = type(linear)._multiply
-            linear._multiply = lambda x, bias, multiply=multiply, linear=linear: multiply(linear, of_inputs(x), bias)
+            linear._multiply = lambda x, bias, adapters, multiply=multiply, linear=linear: multiply(
+                linear, of_inputs(x), bias, adapters
+            )
         backend = self.runner.program.backend
         store, attend = backend.store_kvcache, backend.attend
         backend.store_kvcache = lambda k, v, *rest: store(of_keys(k), of_values(v), *rest)

@@ -225,8 +225,8 @@ def test_a_start_finds_rows_that_depend_on_their_place(tmp_path, monkeypatch):
     model, multiply = save("qwen3", tmp_path / "model"), LinearBase._multiply
     for place in (1, 33):
 
-        def planted(layer, x, bias, place=place):
-            out = multiply(layer, x, bias)
+        def planted(layer, x, bias, adapters, place=place):
+            out = multiply(layer, x, bias, adapters)
             out[place:] = out[place:].nextafter(torch.tensor(torch.inf))
             return out
 

@@ -32,6 +32,7 @@ from nanovllm.ops.exchange import Exchange, mail_shape  # noqa: E402
 from nanovllm.ops.grouped_mlp import ExpertWeights, grouped_mlp  # noqa: E402
 from nanovllm.ops.layer_cache import LayerCache  # noqa: E402
 from nanovllm.ops.layer_state import DeltaWeights, LayerState, StateRows  # noqa: E402
+from nanovllm.ops.low_rank import AdapterRows, Factors, add_low_rank  # noqa: E402
 from nanovllm.ops.norm import add_rms_norm, rms_norm  # noqa: E402
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store  # noqa: E402
 from nanovllm.ops.quantize import E4M3, ScaledProduct, quantize_row_blocks, quantize_rows  # noqa: E402
@@ -162,6 +163,19 @@ def launch_delta_net(dtype: torch.dtype, dim: int) -> None:
     delta_net(torch.zeros((8, 6 * dim), dtype=dtype), torch.zeros((8, 4), dtype=dtype), weights, state, rows, True)
 
 
+def launch_low_rank() -> None:
+    """Launches each tile on the projections of Qwen3-8B, and on inputs in FP8."""
+    dtype, parts, slots = torch.bfloat16, torch.zeros(6144, dtype=torch.int32), torch.zeros(4096, dtype=torch.int32)
+    factors = Factors(
+        torch.zeros((8, 48, 4096), dtype=dtype), torch.zeros((8, 6144, 16), dtype=dtype), torch.ones(8, 3), parts
+    )
+    for num_tokens in (1, 256, 1024, 4096):
+        rows = AdapterRows.of(slots[:num_tokens])
+        x, out = (torch.zeros((num_tokens, width), dtype=dtype) for width in (4096, 6144))
+        for inputs in (x, quantize_rows(x, use_kernels=True)):
+            add_low_rank(out, inputs, factors, rows, use_kernels=True)
+
+
 def launch_over_fp8_cache(head_dim: int, group_size: int, block_size: int, window: int, num_kv_heads: int = 2) -> None:
     """Launches the kernels of two decodes, and those that store keys and values with and without prompts."""
     num_heads, dtype = num_kv_heads * group_size, torch.bfloat16
@@ -195,6 +209,7 @@ if __name__ == "__main__":
     triton.JITFunction.run = compile_only
     launch_all()
     launch_weights_sum()
+    launch_low_rank()
     for dtype, dim in ((torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float32, 64)):
         launch_delta_net(dtype, dim)
     for head_dim, group_size, block_size, window in (

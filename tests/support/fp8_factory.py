@@ -163,7 +163,7 @@ def round_inputs(monkeypatch: pytest.MonkeyPatch, layout: Layout, num_ranks: int
     layer's input is rounded to.
     """
 
-    def rounded(self: LinearBase, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def rounded(self: LinearBase, x: torch.Tensor, bias: torch.Tensor | None, adapters: None) -> torch.Tensor:
         columns = layout.block[1] or x.shape[1] // (num_ranks if isinstance(self, RowParallelLinear) else 1)
         is_small = isinstance(self, MergedColumnParallelLinear) and self.rows[0].key in ("in_proj_b", "in_proj_ba")
         whole = x if is_small else torch.cat([quantize_rows(part).whole() for part in x.split(columns, 1)], 1)

@@ -14,10 +14,13 @@ from nanovllm.attention.torch_backend import TorchAttention
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk
 from nanovllm.layers.context import LayerContext
+from nanovllm.models.adapter_slots import load_slot
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_weights
 from nanovllm.models.read_config import load_model_config
 from nanovllm.ops.collectives import Parallel
+from nanovllm.ops.low_rank import AdapterRows
+from nanovllm.ops.row_invariant import PLAIN
 from nanovllm.runner.kv_cache import KVCacheLayout, empty_states
 from nanovllm.sampling_params import SamplingParams
 from support.batch_factory import make_batch
@@ -81,13 +84,21 @@ def hidden_states_of(
     token_ids: list[int],
     parallel: Parallel = Parallel(),  # noqa: B008 (frozen)
     use_kernels: bool = False,
+    adapted: tuple[list[dict], torch.Tensor] | None = None,
 ) -> tuple[CausalLM, torch.Tensor]:
     """The model, and a prompt's hidden states, from this rank's shard of the checkpoint and of the cache, and from the
-    others'."""
+    others'.
+
+    adapted: adapters for the slots 1, 2, …, of rank 5 and less, and each token's slot, int32 [num_tokens].
+    """
     config = load_model_config(directory)
     backend = TorchAttention(AttentionShape(1, 1, config.head_dim, torch.float32, CPU, scale=config.attention_scale))
-    model = CausalLM(config, 64, backend, parallel, torch.float32, CPU, use_kernels)
+    room = (0, 0) if adapted is None else (len(adapted[0]), 5)
+    model = CausalLM(config, 64, backend, parallel, torch.float32, CPU, use_kernels, PLAIN, *room)
     load_weights(model, directory)
+    for slot, adapter in enumerate(() if adapted is None else adapted[0], 1):
+        load_slot(model, slot, adapter)
+    rows = None if adapted is None else AdapterRows.of(adapted[1])
     num_tokens = len(token_ids)
     seq = Sequence(0, token_ids, SamplingParams(), 64)
     seq.block_table, seq.num_computed_tokens, seq.entry = [3, 0, 2, 1], num_tokens, 0
@@ -98,13 +109,19 @@ def hidden_states_of(
     kv_cache = layout.empty(num_blocks, CPU, empty_states(config, 1, parallel.size, torch.float32, CPU))
     for tensor in (*kv_cache.tensors, *kv_cache.states):
         tensor.fill_(float("nan"))
-    return model, model(batch.token_ids, batch.positions, kv_cache.layers, batch.groups)
+    return model, model(batch.token_ids, batch.positions, kv_cache.layers, batch.groups, rows)
 
 
 @torch.inference_mode()
-def logits_of(directory: Path, token_ids: list[int], parallel: Parallel, use_kernels: bool = False) -> torch.Tensor:
-    """A prompt's logits, from all ranks."""
-    model, hidden_states = hidden_states_of(directory, token_ids, parallel, use_kernels)
+def logits_of(
+    directory: Path,
+    token_ids: list[int],
+    parallel: Parallel,
+    use_kernels: bool = False,
+    adapted: tuple[list[dict], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """A prompt's logits, from all ranks; for the arguments see `hidden_states_of`."""
+    model, hidden_states = hidden_states_of(directory, token_ids, parallel, use_kernels, adapted)
     columns = model.compute_logits(hidden_states)
     assert columns.shape == (len(token_ids), model.lm_head.vocab.size)
     rows = (parallel.sampling_exchange or parallel).rows_of_columns(columns)
