@@ -11,6 +11,7 @@ from nanovllm.engine.block_manager import NO_STATES, NO_WINDOWS, BlockManager, S
 from nanovllm.engine.scheduler import Scheduler, SchedulerStats
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step, StepOutput
+from nanovllm.lora import LoRARequest
 
 
 class StepTooLargeError(RuntimeError):
@@ -37,6 +38,7 @@ class RunnerInfo:
         num_layers: the model's layers.
         windows: the layers whose blocks are given back.
         snapshots: whether layers have recurrent states, and the pool of their snapshots.
+        may_merge_adapters: whether an adapter may be merged into the weights; otherwise all are computed beside them.
     """
 
     num_kvcache_blocks: int
@@ -56,6 +58,7 @@ class RunnerInfo:
     num_layers: int = 0
     windows: WindowGroups = NO_WINDOWS
     snapshots: Snapshots = NO_STATES
+    may_merge_adapters: bool = True
 
     @property
     def num_groups(self) -> int:
@@ -120,6 +123,20 @@ class Runner:
 
     def update_weights(self, weights: list[Any]) -> None:
         """Copies (name, tensor) pairs into the model while nothing runs. See LLM.update_weights."""
+        raise RuntimeError("this runner has no weights")
+
+    def set_adapter(self, slot: int, request: LoRARequest | None) -> None:
+        """Puts an adapter into a slot, in place of the one before. Checks the adapter before anything changes.
+
+        Args:
+            slot: 0 merges the adapter into the weights, while nothing runs. No step in flight may use another slot that
+                is given here.
+            request: None for no adapter, which restores the exact weights in slot 0.
+
+        Raises:
+            ValueError, TypeError: the adapter cannot be read, or it does not fit the model or the slot.
+            RuntimeError: there is too little memory. Slot 0 is undefined until a call for it succeeds.
+        """
         raise RuntimeError("this runner has no weights")
 
     def undefined_weights(self) -> list[str]:

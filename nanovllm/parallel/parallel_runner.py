@@ -27,9 +27,11 @@ from nanovllm.engine.block_manager import Snapshots, WindowGroups
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step, StepOutput, WrongSlot
+from nanovllm.lora import LoRARequest
 from nanovllm.models.directory import find_model
 from nanovllm.models.read_config import load_model_config
 from nanovllm.models.weight_parts import tensor_digests
+from nanovllm.parallel.sent_adapters import sent_adapter
 from nanovllm.parallel.weight_files import weights_directories, written_weights
 from nanovllm.parallel.worker import HAS_MET, fingerprint, pack_masks, unpack_output
 from nanovllm.sampling_params import SamplingParams
@@ -136,6 +138,11 @@ class TensorParallelRunner(Runner):
             undefined, *_ = self._ask("load_update")
         self._undefined = undefined
 
+    def set_adapter(self, slot: int, request: LoRARequest | None) -> None:
+        with sent_adapter(request, self._meeting_place) as sent:
+            self._raise_refusal(self._ask("check_adapter", slot, sent))
+        self._ask("set_adapter")
+
     def undefined_weights(self) -> list[str]:
         return self._undefined
 
@@ -163,8 +170,8 @@ class TensorParallelRunner(Runner):
     def request_added(self, sequences: list[Sequence]) -> None:
         seq = sequences[0]
         params = {name: getattr(seq.sampling_params, name) for name in _SAMPLING_FIELDS}
-        numbers = seq.max_length, list(seq.stop_token_ids), seq.seed, seq.next_scored, seq.is_constrained, seq.pooling
-        self._write("add", seq.seq_id, seq.token_ids.tolist(), params, *numbers)
+        numbers = seq.max_length, list(seq.stop_token_ids), seq.seed, seq.next_scored, seq.is_constrained
+        self._write("add", seq.seq_id, seq.token_ids.tolist(), params, *numbers, seq.pooling, seq.adapter)
 
     def request_aborted(self, seq: Sequence) -> None:
         self._write("abort", seq.seq_id)

@@ -16,11 +16,12 @@ import numpy as np
 from nanovllm.child_processes import serve
 from nanovllm.config import Config
 from nanovllm.engine.runner import LaunchedStep, make_scheduler
-from nanovllm.engine.sequence import Pooling, Sequence, completions_of
+from nanovllm.engine.sequence import Adapter, Pooling, Sequence, completions_of
 from nanovllm.engine.step import Step, StepOutput, TokenNumbers
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.models.adapter import LowRank
     from nanovllm.models.tensors import Tensors
     from nanovllm.runner.model_runner import ModelRunner
 
@@ -89,6 +90,7 @@ class Worker:
     def __init__(self, config: Config, runner: "ModelRunner", rank: int):
         self._config, self._runner, self._rank = config, runner, rank
         self._update: Tensors = {}  # weights that were checked and are still to be loaded
+        self._adapter: tuple[int, dict[str, LowRank]] | None = None  # likewise, with its slot
         self._in_flight: dict[int, tuple[Step, LaunchedStep]] = {}
         self._sampled: dict[int, list[int]] = {}  # tokens by step, once `wait` has returned them
         self._renew()
@@ -106,6 +108,8 @@ class Worker:
             "renew": self._renew,
             "check_update": self._check_update,
             "load_update": self._load_update,
+            "check_adapter": self._check_adapter,
+            "set_adapter": self._set_adapter,
             "weight_parts": self._runner.weight_parts,
             "sleep": self._sleep,
             "restore": self._restore,
@@ -141,6 +145,20 @@ class Worker:
         self._runner.load_update(tensors)
         return self._runner.undefined_weights()
 
+    def _check_adapter(self, slot: int, sent: list | None) -> list[str] | None:
+        from nanovllm.parallel.sent_adapters import received_adapter
+
+        def check() -> None:
+            self._adapter = None
+            self._adapter = slot, self._runner.check_adapter(slot, received_adapter(sent))
+
+        return _refusal(check)
+
+    def _set_adapter(self) -> None:
+        assert self._adapter is not None, "it was checked"
+        (slot, adapter), self._adapter = self._adapter, None
+        self._runner.load_adapter(slot, adapter)
+
     def _sleep(self, level: int) -> list:
         self._runner.sleep(level)
         return [self._runner.undefined_weights(), self._runner.memory()]
@@ -153,12 +171,14 @@ class Worker:
         return self._runner.memory()
 
     def _add(
-        self, first_id, token_ids, params, max_length, stop_token_ids, seed, first_scored, is_constrained, pooling
-    ) -> None:
+        self, first_id, token_ids, params, max_length, stop_token_ids, seed, first_scored, is_constrained, pooling,
+        adapter,
+    ) -> None:  # fmt: skip
         kind = None if pooling is None else Pooling(pooling[0], tuple(pooling[1]), pooling[2])
         first = Sequence(
-            first_id, token_ids, SamplingParams(**params), max_length, frozenset(stop_token_ids), seed, pooling=kind
-        )
+            first_id, token_ids, SamplingParams(**params), max_length, frozenset(stop_token_ids), seed, pooling=kind,
+            adapter=Adapter(*adapter),
+        )  # fmt: skip
         first.next_scored = first.first_scored = first_scored
         first.is_constrained = is_constrained
         for seq in completions_of(first):

@@ -3,9 +3,11 @@
 import logging
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +18,19 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import WindowGroups
 from nanovllm.engine.runner import LaunchedStep, Runner, RunnerInfo, StepTooLargeError
 from nanovllm.engine.step import Step
+from nanovllm.layers.adapters import AdapterSlots
 from nanovllm.layers.embed_head import VocabSlice
 from nanovllm.layers.linear import Packable
 from nanovllm.layers.sampler import Sampler, row_multiple
+from nanovllm.lora import LoRARequest
 from nanovllm.models import loader
+from nanovllm.models.adapter import LowRank, adapter_of, check_fits, stored_adapter
+from nanovllm.models.adapter_slots import check_fits_beside, load_slot
 from nanovllm.models.cost import num_layer_parameters
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.digest import weight_parts
+from nanovllm.models.directory import find_adapter
+from nanovllm.models.merge import MergedWeights
 from nanovllm.models.tensors import Tensors, given_tensors
 from nanovllm.models.weight_parts import WeightPart, tensor_digests
 from nanovllm.ops.collectives import Parallel
@@ -79,6 +87,7 @@ class ModelRunner(Runner):
             _empty_cache(settings.device)
             raise
         program, model_config, cache = self.program, settings.model_config, self.program.kv_cache
+        self._merged = MergedWeights(program.model)
         self.info = RunnerInfo(
             cache.num_blocks, cache.block_size, settings.max_model_len, model_config.vocab_size,
             model_config.eos_token_ids, model_config.generation, settings.max_num_seqs,
@@ -88,6 +97,8 @@ class ModelRunner(Runner):
             dtype=str(settings.dtype).removeprefix("torch."), attention_backend=program.backend.name,
             head=model_config.head, num_layers=model_config.num_hidden_layers, windows=program.table.windows,
             snapshots=settings.snapshots,
+            # A deterministic row must not depend on whether others have the same adapter.
+            may_merge_adapters=model_config.fp8 is None and not config.deterministic,
         )  # fmt: skip
         logger.info(
             "%s on %s in %s%s, attention %s%s, %d KV cache blocks of %d tokens (%.2f GiB of %s), max_model_len %d",
@@ -128,8 +139,12 @@ class ModelRunner(Runner):
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by use."""
-        cache = self.program.kv_cache
-        uses = {"weights": num_bytes_there(self.program.model, self.settings.device)}
+        cache, model, device = self.program.kv_cache, self.program.model, self.settings.device
+        uses = {"weights": num_bytes_there(model, device)}
+        if self.settings.config.enable_lora:
+            slots = (module for module in model.modules() if isinstance(module, AdapterSlots))
+            uses["adapters"] = sum(num_bytes_there(each, device) for each in slots)
+            uses["weights"] -= uses["adapters"]
         tensors = {"kv_cache": cache.tensors} | ({"states": cache.states} if cache.states else {})
         return uses | {use: sum(map(num_bytes_held, of_use)) for use, of_use in tensors.items()}
 
@@ -137,6 +152,8 @@ class ModelRunner(Runner):
         """Gives the device's memory back; calling it again does nothing."""
         if hasattr(self, "program"):
             del self.program
+        if hasattr(self, "_merged"):
+            del self._merged
         _empty_cache(self.settings.device)
 
     # Weights in place
@@ -146,18 +163,61 @@ class ModelRunner(Runner):
 
     def check_update(self, tensors: Tensors) -> Tensors:
         """Returns the tensors as `load_update` takes them; a ValueError if it could not copy them. This lets all ranks
-        check before any rank copies."""
+        check before any rank copies.
+
+        Raises:
+            RuntimeError: an adapter is merged into the weights.
+        """
+        if self._merged.is_merged:
+            raise RuntimeError("an adapter is merged into the weights; call set_adapter(0, None) before update_weights")
         return loader.check_update(self.program.model, tensors)
 
     def load_update(self, tensors: Tensors) -> None:
         """Copies tensors that `check_update` returned. An interrupted copy leaves them undefined."""
         names = loader.expected_tensors(self.program.model).keys() & tensors.keys()
         self._undefined |= names
+        self._merged.forget(names)
         with on_device(self.settings.device):
             loader.update_weights(self.program.model, tensors)
             if self.settings.is_gpu:  # the caller may overwrite the tensors now
                 torch.cuda.synchronize(self.settings.device)
         self._undefined -= names
+
+    def set_adapter(self, slot: int, request: LoRARequest | None) -> None:
+        self.load_adapter(slot, self.check_adapter(slot, request))
+
+    def check_adapter(self, slot: int, request: LoRARequest | None) -> dict[str, LowRank]:
+        """Returns the adapter as `load_adapter` takes it; raises if it cannot be loaded. This lets all ranks check
+        before any rank changes."""
+        if request is None:
+            return {}
+        model, what = self.program.model, f"adapter {request.lora_name!r}"
+        config: Mapping[str, Any]
+        tensors: Tensors
+        if request.tensors is None or request.config is None:
+            config, tensors = stored_adapter(find_adapter(request))
+        else:
+            try:
+                config, tensors = request.config, given_tensors(request.tensors.items())
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{what}: {error}") from None
+        adapter = check_fits(adapter_of(config, tensors, what), model, what, config)
+        if slot == 0:
+            self._merged.check()
+        else:
+            check_fits_beside(model, adapter, what)
+        return adapter
+
+    def load_adapter(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
+        """Loads what `check_adapter` returned. After a failed call for slot 0, the weights are undefined until a call
+        succeeds."""
+        with on_device(self.settings.device), explained_out_of_memory("the adapter", self.settings.device):
+            if slot == 0:
+                self._merged.merge(adapter)
+            else:
+                load_slot(self.program.model, slot, adapter)
+            if self.settings.is_gpu:  # the caller may overwrite the tensors now
+                torch.cuda.synchronize(self.settings.device)
 
     def undefined_weights(self) -> list[str]:
         return sorted(self._undefined)
@@ -177,6 +237,7 @@ class ModelRunner(Runner):
         self._sleep_level = level = max(level, self._sleep_level)
         if level == 2:
             self._undefined = set(loader.expected_tensors(program.model))
+            self._merged.forget(self._undefined)
         with on_device(self.settings.device), torch.no_grad():
             if self.settings.is_gpu:
                 torch.cuda.synchronize(self.settings.device)
@@ -317,7 +378,7 @@ def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
         max_num_seqs, max_model_len, block_size, model_config.vocab_size,
         min(config.max_num_batched_tokens, max_num_seqs * max_model_len), device,
         backend if config.prefix_grouping and may_share else None, sizes.sampled_multiple, use_kernels,
-        windows_of(settings, backend),
+        windows_of(settings, backend), config.enable_lora,
     )  # fmt: skip
     vocab = VocabSlice.of(model_config.vocab_size, parallel)
     sampler = Sampler(vocab, parallel, use_kernels, config.deterministic)
@@ -328,7 +389,8 @@ def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
         if settings.is_gpu and use_kernels and settings.generates:
             warm_up.compile_sampling(compiling, sampler, table, dtype)
         with explained_out_of_memory("the model", device):
-            model = CausalLM(model_config, max_model_len, backend, parallel, dtype, device, use_kernels, row_ops)
+            how = parallel, dtype, device, use_kernels, row_ops, *settings.adapter_room
+            model = CausalLM(model_config, max_model_len, backend, *how)
             prepare_products(row_ops, model, settings)
         layout = KVCacheLayout(
             model_config.cache_places, block_size, model.num_kv_heads, model_config.head_dim, settings.kv_cache_dtype,

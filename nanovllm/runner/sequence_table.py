@@ -23,6 +23,7 @@ from nanovllm.engine.step import Step
 from nanovllm.layers.sampler import SampledRows, SamplingNeeds
 from nanovllm.ops.expand_rows import Expanded, ExpandedSamples, Table, expand_rows
 from nanovllm.ops.logprobs import NO_LOGPROBS, PROCESSED, RAW
+from nanovllm.ops.low_rank import AdapterRows
 from nanovllm.ops.sample import COLDEST
 from nanovllm.ops.upload import upload
 from nanovllm.runner.step_sizes import NO_ROWS, StepRows, StepSize, StepSizes
@@ -60,12 +61,14 @@ class Batch:
     token_ids, positions: int64 [num_tokens].
     groups: the metadata for the attention of each group of layers, still without a plan.
     rows: all of it that was expanded from the step's rows.
+    adapters: those of the tokens; None if no row has one.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     groups: list[AttentionMetadata]
     rows: Expanded
+    adapters: AdapterRows | None
 
 
 class SequenceTable:
@@ -81,6 +84,7 @@ class SequenceTable:
         sampled_multiple: the number of sampled rows is padded to a multiple of it.
         use_kernels: compute with our kernels.
         windows: the groups of layers whose blocks are given back; each has a block table of its own.
+        has_adapters: sequences may have adapters in slots.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class SequenceTable:
         sampled_multiple: int = 1,
         use_kernels: bool = False,
         windows: WindowGroups = NO_WINDOWS,
+        has_adapters: bool = False,
     ):
         self.windows = windows
         self._block_size, self._vocab_size, self._device = block_size, vocab_size, device
@@ -110,6 +115,9 @@ class SequenceTable:
             settings=zeros(torch.int32, 5, num_entries),
             seeds=zeros(torch.int64, num_entries),
         )
+        # The slot of each entry's adapter, on the device and on the host.
+        self._adapters = zeros(torch.int32, num_entries) if has_adapters else None
+        self._adapter_slots = np.zeros(num_entries, np.int32)
         self.rules = TokenRulesTable(num_entries, vocab_size, device)
         # The step's inputs: a first line with the number of decodes, then the rows that `expand_rows` describes.
         self._lines = zeros(torch.int32, 1 + num_entries + sampled_multiple, 4)
@@ -147,6 +155,11 @@ class SequenceTable:
         """Whether keys that decodes share may be read once for all of them."""
         return self._sharing is not None
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether sequences may have adapters in slots."""
+        return self._adapters is not None
+
     # From the host to the device
 
     def send(self, step: Step, sizes: StepSizes) -> SentStep:
@@ -155,7 +168,8 @@ class SequenceTable:
         num_decodes = step.num_decodes if sizes.generates else 0
         size, is_captured = sizes.size_of(rows, num_decodes, step.needs_all_states)
         self._send_sequences(step, rows)
-        size = size._replace(is_grouped=self._group_prefixes(rows, num_decodes))
+        has_adapters = self.has_adapters and bool(self._adapter_slots[rows.entries].any())
+        size = size._replace(is_grouped=self._group_prefixes(rows, num_decodes), has_adapters=has_adapters)
         needs = self._needs(rows)
         self._send_lines(rows, size, num_decodes)
         return SentStep(size, rows, is_captured, needs)
@@ -257,6 +271,10 @@ class SequenceTable:
         self.tokens.view(-1).index_copy_(0, places, token_ids)
         self._table.settings.index_copy_(1, on_device, settings)
         self._table.seeds.index_copy_(0, on_device, seeds)
+        if self._adapters is not None:
+            self._adapter_slots[entries] = [seq.adapter.slot for seq in sequences]
+            (slots,) = upload([self._adapter_slots[entries]], self._device)
+            self._adapters.index_copy_(0, on_device, slots)
 
     def _send_blocks(self, sequences: list[Sequence], entries: np.ndarray) -> None:
         """Sends the blocks that sequences got since the last step that had them."""
@@ -318,7 +336,16 @@ class SequenceTable:
             replace(first, group=group, slot_mapping=slots, block_tables=tables)
             for group, (slots, tables) in enumerate(of_windows, 1)
         ]
-        return Batch(made.token_ids, made.positions, [first, *windows], made)
+        adapters = self._adapter_rows(made, size) if size.has_adapters else None
+        return Batch(made.token_ids, made.positions, [first, *windows], made, adapters)
+
+    def _adapter_rows(self, made: Expanded, size: StepSize) -> AdapterRows:
+        assert self._adapters is not None, "only a table with adapters makes such a size"
+        # Padding tokens belong to the row that ends the list, whose entry has no adapter.
+        tokens = torch.arange(size.num_tokens, dtype=torch.int32, device=self._device)
+        rows = torch.searchsorted(made.cu_seqlens_q[1:], tokens, right=True)
+        entries = self._lines[1 : 2 + size.num_rows, 0].index_select(0, rows)
+        return AdapterRows.of(self._adapters.index_select(0, entries))
 
     def sampled(self, num_sampled: int) -> tuple[torch.Tensor, SampledRows]:
         """The rows of the last Batch that may sample: the index of each one's last token, int64 [num_sampled], and how

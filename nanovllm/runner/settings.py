@@ -74,6 +74,11 @@ class Settings:
         """Tokens of the largest step: no sequence computes its last possible token."""
         return min(self.config.max_num_batched_tokens, self.max_num_seqs * (self.max_model_len - 1))
 
+    @property
+    def adapter_room(self) -> tuple[int, int]:
+        """`max_loras` and `max_lora_rank`, as LayerContext has them."""
+        return (self.config.max_loras, self.config.max_lora_rank) if self.config.enable_lora else (0, 0)
+
     def free_bytes(self) -> int:
         """This rank's share of the memory that is free."""
         return _free_share(self.device, self.parallel)

@@ -17,6 +17,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.ops.cache_canary import guard_cache
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.copy_blocks import copy_blocks
+from nanovllm.ops.low_rank import low_rank_variant
 from nanovllm.ops.upload import upload
 from nanovllm.ops.write_tokens import write_tokens
 from nanovllm.runner.cuda_graph import CudaGraphs
@@ -150,7 +151,8 @@ class StepProgram:
             has_prompts = size.num_tiles > 0
             attention = self.backend.variant_key(size.max_num_decodes, has_prompts)
             layers = self.model.variant_key(size.num_tokens), self.model.variant_key(size.num_sampled)
-            self._variant_keys[size] = has_prompts, attention, *layers
+            numbers = (size.num_tokens, size.num_sampled) if size.has_adapters else ()
+            self._variant_keys[size] = has_prompts, attention, *layers, *map(low_rank_variant, numbers)
         return self._variant_keys[size]
 
     # Forward
@@ -164,7 +166,7 @@ class StepProgram:
             guard_cache(canaries, self.table.tokens, entries, batch.rows, window, wrong, self.use_kernels)
         plans = self.backend.plans(batch.groups)
         metadata = [replace(each, plan=plan) for each, plan in zip(batch.groups, plans, strict=True)]
-        return batch.token_ids, batch.positions, self.kv_cache.layers, metadata
+        return batch.token_ids, batch.positions, self.kv_cache.layers, metadata, batch.adapters
 
     def _forward(self, sent: SentStep, needed: torch.Tensor | None = None) -> torch.Tensor:
         """Embeds the tokens and runs the layers: [size.num_tokens or len(needed), hidden_size].

@@ -70,6 +70,7 @@ class StepSize(NamedTuple):
     num_tiles: tiles of the queries of prompts; 0 for decodes alone.
     max_num_decodes, max_seqlen_q: as in AttentionMetadata.
     is_grouped: whether keys that decodes share are read once for all of them.
+    has_adapters: whether any row has an adapter in a slot.
     """
 
     num_rows: int
@@ -79,6 +80,7 @@ class StepSize(NamedTuple):
     max_num_decodes: int
     max_seqlen_q: int
     is_grouped: bool
+    has_adapters: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from threading import Thread
 
 import torch
 
-from nanovllm.engine.sequence import Pooling, Sequence
+from nanovllm.engine.sequence import BASE, Adapter, Pooling, Sequence
 from nanovllm.engine.step import Chunk, Scored, Step
 from nanovllm.layers.sampler import Sampler, SamplingNeeds
+from nanovllm.ops.low_rank import low_rank_variant
 from nanovllm.runner.memory import MemoryUse, explained_out_of_memory
 from nanovllm.runner.sequence_table import SequenceTable
 from nanovllm.runner.step_program import StepProgram, on_device
@@ -86,20 +87,24 @@ def try_forwards(program: StepProgram, sizes: StepSizes) -> None:
 
 
 def forwards_to_capture(program: StepProgram, sizes: StepSizes) -> list[StepSize]:
-    """The sizes of the first requests' steps, largest first, and one size with prefix groups, which compiles their
-    kernels."""
+    """The sizes of the first requests' steps, largest first, and sizes that compile the kernels of later ones: one with
+    prefix groups, and one for each kind of product with adapters."""
+    plain = sizes.sizes_to_capture()
     groups = [
         sizes.decode_size(size, is_grouped=True) for size in sizes.decode_sizes[-1:] if program.table.groups_prefixes
     ]
-    return sizes.sizes_to_capture() + groups
+    # The largest size of each kind, the largest first.
+    kinds = {(low_rank_variant(size.num_tokens), low_rank_variant(size.num_sampled)): size for size in plain[::-1]}
+    adapters = [size._replace(has_adapters=True) for size in kinds.values() if program.table.has_adapters]
+    return plain + groups + adapters[::-1]
 
 
 def capture(program: StepProgram) -> None:
     """Captures the steps that the first requests will need.
 
-    The largest step comes first: smaller ones then fit into its memory. Other steps with prefix groups, and sampling
-    halves with rules, are captured when they are first needed, which takes milliseconds. The kernels of grouped decodes
-    are compiled here; `compile_sampling` compiles those of rules.
+    The largest step comes first: smaller ones then fit into its memory. Other steps with prefix groups or adapters, and
+    sampling halves with rules, are captured when they are first needed, which takes milliseconds. Their kernels are
+    compiled here; `compile_sampling` compiles those of rules.
     """
     graphs = program.graphs
     assert graphs is not None, "nothing is captured on this device"
@@ -150,17 +155,24 @@ def try_step(program: StepProgram, lengths: list[int], generates: bool = True) -
     """Computes prompts of these lengths, all in the same block of the cache, and throws their results away.
 
     All of them sample with penalties, a top-p and log-probabilities, and a prompt is scored, which takes the most
-    memory.
+    memory. If sequences may have adapters, the prompts are computed once more with one, because such a step has larger
+    activations.
 
     generates: the model has an LM head. Otherwise the states of all tokens are pooled.
     """
+    for adapter in (BASE, Adapter(slot=1))[: 1 + program.table.has_adapters]:
+        _try_step(program, lengths, generates, adapter)
+
+
+def _try_step(program: StepProgram, lengths: list[int], generates: bool, adapter: Adapter) -> None:
     pooling = None if generates else Pooling("all", uses_head=program.model.score is not None)
     params = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, prompt_logprobs=0)
     block_size, max_model_len = program.kv_cache.block_size, program.table.tokens.shape[1]
     chunks = []
     for entry, num_new_tokens in enumerate(lengths):
         # Requests have no ids below 0, so the table cannot confuse them with these sequences.
-        seq = Sequence(-1 - entry, [0] * num_new_tokens, params, max_model_len, pooling=pooling)
+        seq = Sequence(-1 - entry, [0] * num_new_tokens, params, max_model_len, pooling=pooling, adapter=adapter)
+        seq.num_preemptions = adapter.slot  # so that the table sees another admission
         seq.block_table = [0] * -(-num_new_tokens // block_size)
         seq.window_table = [(0,) * program.table.windows.num_groups] * len(seq.block_table)
         seq.num_computed_tokens, seq.num_tokens, seq.entry = num_new_tokens, num_new_tokens + 1, entry

@@ -22,6 +22,7 @@ import pytest
 import torch
 from support.long import long
 from support.model_factory import read_tensors, save_model
+from support.slot_adapters import changed_names, completed_in_slots, load_slots, random_adapter
 from support.steps import scheduled, step_of
 
 from nanovllm import LLM, SamplingParams
@@ -34,6 +35,7 @@ from nanovllm.layers.sampler import Sampled, SamplingNeeds, row_multiple
 from nanovllm.models.decoder import CausalLM
 from nanovllm.ops import library
 from nanovllm.ops.collectives import Parallel
+from nanovllm.ops.low_rank import low_rank_variant
 from nanovllm.runner import cuda_graph, model_runner, settings, step_program, warm_up
 from nanovllm.runner.cuda_graph import CudaGraphs
 from nanovllm.runner.memory import check_graphs_fit, graph_bytes
@@ -70,7 +72,7 @@ def make_program(sizes: StepSizes, parallel: Parallel = Parallel(), **parts: Any
     parts = {
         "model": SimpleNamespace(variant_key=lambda num_tokens: num_tokens > 64),
         "backend": SimpleNamespace(variant_key=lambda max_num_decodes, has_prompts: max_num_decodes > 256),
-        "table": SimpleNamespace(groups_prefixes=False),
+        "table": SimpleNamespace(groups_prefixes=False, has_adapters=False),
         "sampler": None,
         "kv_cache": None,
         "graphs": None,
@@ -545,6 +547,35 @@ def test_padded_steps_give_the_tokens_of_eager_ones(
     assert max(replays) > 2 and (None in graphs._captured.values()) == (fails is not None)
 
 
+def test_only_steps_with_adapters_have_graphs_with_adapters(tmp_path, monkeypatch):
+    """Steps whose rows are all of the base replay the graphs of an engine without adapters. Mixed steps give the tokens
+    of eager ones."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(step_program, "StepInFlight", copied)
+    tensors = save_model(tmp_path, seed=3).state_dict()
+    adapters = [random_adapter(tensors, changed_names(tensors), 4, seed) for seed in (1, 2)]
+    options = {"max_num_seqs": 5, "max_num_batched_tokens": 32, "max_model_len": 96, "kvcache_block_size": 4}
+    options["attention_backend"] = "torch"  # which may be captured
+    params = [SamplingParams(temperature=0, max_tokens=7 + index, ignore_eos=True) for index in range(7)]
+    rows = [([slot, *range(3 * index)], params[index], slot) for index, slot in enumerate((0, 1, 2, 0, 2, 1, 0))]
+    found, graphs = [], []
+    for is_captured in (False, True):
+        with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=99, enable_lora=True, max_loras=2, **options) as llm:
+            load_slots(llm, adapters)
+            if is_captured:
+                graphs = make_captured(llm.engine.runner, True, lambda key: False)
+            found.append([completed_in_slots(llm, [row for row in rows if not row[2]])])
+            if is_captured:
+                of_base = {key[1] for key in graphs._captured if key[0] == "forward"}
+                assert of_base and not any(size.has_adapters for size in of_base)
+            found[-1].append(completed_in_slots(llm, rows))
+    eager, captured = ([seq.token_ids for seqs in each for seq in seqs] for each in found)
+    assert captured == eager
+    with_adapters = [key for key in graphs._captured if key[0] == "forward" and key[1].has_adapters]
+    assert {bool(size.num_tiles) for _, size in with_adapters} == {True, False}
+    assert max(graphs._captured[key][0].num_replays for key in with_adapters) > 2
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_after_a_sleep_steps_are_captured_anew(tmp_path, monkeypatch, level):
     """Graphs hold addresses of the weights and of the cache, and their own memory. Kernels are not tried again."""
@@ -611,9 +642,9 @@ class Captures(dict):
         self[key] = kind
 
 
-def captured_at_start(sizes: StepSizes, groups_prefixes: bool) -> Captures:
+def captured_at_start(sizes: StepSizes, groups_prefixes: bool, has_adapters: bool = False) -> Captures:
     captures = Captures()
-    table = SimpleNamespace(groups_prefixes=groups_prefixes)
+    table = SimpleNamespace(groups_prefixes=groups_prefixes, has_adapters=has_adapters)
     warm_up.capture(make_program(sizes, table=table, graphs=captures))
     return captures
 
@@ -638,6 +669,21 @@ def test_what_the_first_requests_want_is_captured_at_the_start_the_largest_first
         samplings = [key[1:] for key in captures if key[0] == "sample"]
         assert samplings == [(n, SamplingNeeds(f)) for n in (20, 16, 8, 4, 2, 1) for f in (True, False)]
         assert len(sizes) + len(samplings) == len(captures)
+
+
+def test_a_size_of_each_kind_of_steps_with_adapters_is_captured_at_the_start(monkeypatch):
+    """This compiles the kernels of all such steps. Without adapters nothing is captured for them."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    step_sizes = make_sizes(600, max_num_tokens=4096)
+    without, captures = (captured_at_start(step_sizes, False, has_adapters) for has_adapters in (False, True))
+    with_adapters = [key[1] for key in captures if key[0] == "forward" and key[1].has_adapters]
+    assert list(without) == [key for key in captures if key[0] == "sample" or not key[1].has_adapters]
+
+    def kernels(size: StepSize) -> tuple[Hashable, Hashable]:
+        return low_rank_variant(size.num_tokens), low_rank_variant(size.num_sampled)
+
+    assert {kernels(size) for size in with_adapters} == {kernels(size) for size in step_sizes.sizes_to_capture()}
+    assert len({kernels(size) for size in with_adapters}) == len(with_adapters) > 2
 
 
 def test_every_step_with_prompts_has_one_of_the_sizes_captured_at_the_start(monkeypatch):
@@ -670,6 +716,12 @@ def test_what_needs_other_kernels_is_of_another_kind():
     # In a step with prompts, the last layer has as many rows as may sample.
     few, many = (program.forward_half(StepSize(n, 512, n, 8, n, 512, False))[2] for n in (64, 80))
     assert few != many
+    # Steps with adapters have other forms of products, and tiles that depend on the numbers of tokens and of samples.
+    adapted = [program.forward_half(size._replace(has_adapters=True)) for size in sizes]
+    all_keys, all_kinds = {*keys, *(half.key for half in adapted)}, {*kinds, *(half.kind for half in adapted)}
+    assert len(all_keys) == len(all_kinds) == 2 * len(sizes)
+    of_tiles = [program.forward_half(StepSize(n, n, n, 0, n, 1, False, True)).kind for n in (96, 160, 528)]
+    assert of_tiles[0] == of_tiles[1] != of_tiles[2]
     needs = [SamplingNeeds(), SamplingNeeds(True, 0), SamplingNeeds(True, 1), SamplingNeeds(True, 2)]
     samplings = [(16, need) for need in needs] + [(1, needs[0]), (17, needs[0])]
     keys, _, kinds = zip(*(program.sampling_half(*sampling) for sampling in samplings), strict=True)

@@ -28,10 +28,10 @@ def steps(monkeypatch) -> list[tuple[int, int | None]]:
     noted: list[tuple[int, int | None]] = []
     forward = CausalLM.forward
 
-    def compared(self, token_ids, positions, kv_cache, metadata, needed=None):
+    def compared(self, token_ids, positions, kv_cache, metadata, adapters=None, needed=None):
         whole_cache = [tensor for layer in kv_cache for tensor in layer if tensor is not None]
         before = [tensor.clone() for tensor in whole_cache]
-        whole = forward(self, token_ids, positions, kv_cache, metadata)
+        whole = forward(self, token_ids, positions, kv_cache, metadata, adapters)
         if needed is None:
             noted.append((len(token_ids), None))
             return whole
@@ -39,7 +39,7 @@ def steps(monkeypatch) -> list[tuple[int, int | None]]:
         for tensor, old in zip(whole_cache, before, strict=True):
             tensor.copy_(old)  # so that a key that is not written again would be missing
         handle = self.model.layers[-1].mlp.register_forward_pre_hook(lambda _, inputs: shapes.append(len(inputs[0])))
-        result = forward(self, token_ids, positions, kv_cache, metadata, needed)
+        result = forward(self, token_ids, positions, kv_cache, metadata, adapters, needed)
         handle.remove()
         assert shapes == [len(needed)]
         torch.testing.assert_close(result, whole[needed], rtol=1e-4, atol=1e-5)

@@ -103,9 +103,10 @@ class ModelRunner(nanovllm.runner.model_runner.ModelRunner):
 
 
 class RefusingRunner(nanovllm.runner.model_runner.ModelRunner):
-    """Refuses its first update and its first awakening."""
+    """Refuses its first update, its first adapter and its first awakening."""
 
     has_refused = False
+    has_refused_adapter = False
     has_slept_on = False
 
     def check_update(self, tensors):
@@ -113,6 +114,13 @@ class RefusingRunner(nanovllm.runner.model_runner.ModelRunner):
         if self.settings.parallel.rank == FAULTY_RANK and not self.has_refused:
             self.has_refused = True
             raise ValueError("cannot be read")
+        return checked
+
+    def check_adapter(self, slot, request):
+        checked = super().check_adapter(slot, request)
+        if self.settings.parallel.rank == FAULTY_RANK and not self.has_refused_adapter:
+            self.has_refused_adapter = True
+            raise ValueError("the adapter cannot be read")
         return checked
 
     def restore(self) -> None:
