@@ -26,6 +26,7 @@ from nanovllm.garbage_collector import COLLECTOR
 from nanovllm.guard import ExclusiveGuard
 from nanovllm.guides import StructuredOutputs, check_installed
 from nanovllm.loglikelihood import Loglikelihood
+from nanovllm.lora import LoRARequest, OneOrManyAdapters, adapters_of_call, checked_adapter, one_per_row
 from nanovllm.machine import device_kind
 from nanovllm.models.directory import find_model
 from nanovllm.models.pooling_config import PoolingConfig
@@ -94,6 +95,9 @@ class LLM(OnePass):
         generation_config: str = "auto",
         queue_calls: bool = False,
         deterministic: bool = False,
+        enable_lora: bool = False,
+        max_loras: int = 8,
+        max_lora_rank: int = 16,
         cache_canary: bool = False,
         seed: int = 0,
     ):
@@ -130,6 +134,7 @@ class LLM(OnePass):
         prompts: Prompt | Iterable[Prompt],
         sampling_params: OneOrMany | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: OneOrManyAdapters = None,
         *,
         split_special_tokens: bool = False,
         raise_on_error: bool = False,
@@ -145,12 +150,15 @@ class LLM(OnePass):
                 warning says how many prompts this cut.
             use_tqdm: show a progress bar, which is a line per minute if stderr is no terminal. A callable with tqdm's
                 arguments makes another bar.
+            lora_request: the LoRA adapter of all prompts, or a list with one (or None) per prompt; see docs/lora.md. It
+                needs LLM(enable_lora=True). If an adapter in a list cannot be used, its rows are error rows.
             split_special_tokens: treat special tokens in the prompts' text, such as "<|im_end|>", as ordinary text,
                 except those that the chat template writes.
             raise_on_error: raise for a prompt that cannot run, instead of returning it as an error row.
 
         Raises:
-            TypeError, ValueError: arguments of the wrong type, or not as many sampling_params as prompts.
+            TypeError, ValueError: arguments of the wrong type, not as many sampling_params as prompts, or an adapter
+                for all prompts that cannot be used.
             ImportError: structured outputs need llguidance, and it is not installed.
             RuntimeError: the engine is closed, or busy with another call; or this process is a fork of the LLM's
                 process.
@@ -158,7 +166,7 @@ class LLM(OnePass):
         prompts = as_prompt_list(prompts)
         params = self._params_for(sampling_params, len(prompts))
         encode = partial(self._text.encode, splits_special=boolean("split_special_tokens", split_special_tokens))
-        return self._run(prompts, params, encode, use_tqdm, raise_on_error)
+        return self._run(prompts, params, encode, use_tqdm, raise_on_error, lora_request)
 
     @takes_keywords("argument", AS_ARGUMENT)
     def generate_iter(
@@ -166,6 +174,7 @@ class LLM(OnePass):
         prompts: Prompt | Iterable[Prompt | NotYet],
         sampling_params: OneOrMany | Iterable[RowParams] | None = None,
         *,
+        lora_request: OneOrManyAdapters | Iterable[LoRARequest | None] = None,
         ordered: bool = True,
         split_special_tokens: bool = False,
     ) -> OutputIterator:
@@ -183,6 +192,7 @@ class LLM(OnePass):
             sampling_params: one for all, an iterable with one per prompt, or None for the model's recommendation. If an
                 iterator gives them, a missing llguidance is the error of each row that needs it. A PoolingParams
                 computes its task for the prompt, and the output is a PoolingRequestOutput.
+            lora_request: as in `generate`, or an iterable with one (or None) per prompt.
             ordered: give the results in the prompts' order; False gives them as they finish, and `prompt_index` is
                 the prompt's number.
             split_special_tokens: as in `generate`.
@@ -205,9 +215,11 @@ class LLM(OnePass):
             prompts = as_prompt_list(prompts)
             if isinstance(sampling_params, list):
                 sampling_params = one_per_prompt(sampling_params, len(prompts), (PoolingParams,))
+            if isinstance(lora_request, list | tuple):
+                lora_request = one_per_row(lora_request, len(prompts))
         pooled = self._pooled.splitting_special() if split_special_tokens else None
         source = with_params(iter(prompts), sampling_params, (PoolingParams,))
-        return self._iterate(source, is_ordered, encode, pooled=pooled)
+        return self._iterate(source, is_ordered, encode, pooled=pooled, lora_request=lora_request)
 
     @_takes_vllms_arguments
     def chat(
@@ -215,6 +227,7 @@ class LLM(OnePass):
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: OneOrMany | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: OneOrManyAdapters = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -237,7 +250,7 @@ class LLM(OnePass):
                 template does not write them, that is the conversation's error.
             chat_template_kwargs: more for the template, such as {"enable_thinking": False}.
             split_special_tokens: treat special tokens in the messages' text as ordinary text, except the template's.
-            sampling_params, use_tqdm, raise_on_error: as in `generate`, which also lists the errors.
+            sampling_params, use_tqdm, lora_request, raise_on_error: as in `generate`, which also lists the errors.
         """
         conversations = as_conversation_list(conversations)
         params = self._params_for(sampling_params, len(conversations))
@@ -253,7 +266,7 @@ class LLM(OnePass):
             options={name: value for name, value in options.items() if value is not None},
         )
         encode([])  # raises an error that every conversation would have
-        return self._run(conversations, params, encode, use_tqdm, raise_on_error)
+        return self._run(conversations, params, encode, use_tqdm, raise_on_error, lora_request)
 
     def render(
         self,
@@ -280,6 +293,7 @@ class LLM(OnePass):
         continuations: Prompt | Iterable[Prompt],
         *,
         use_tqdm: bool = True,
+        lora_request: OneOrManyAdapters = None,
         raise_on_error: bool = False,
     ) -> list[Loglikelihood]:
         """Computes the log-probability of each continuation after its context, in order. Nothing is generated.
@@ -294,7 +308,7 @@ class LLM(OnePass):
             continuations: one per context, each at least one token. A context that is given alone goes with all
                 continuations, and vice versa. A context and a continuation that are both strings are tokenized as one
                 text, by lm-evaluation-harness's rules; see Text.encode_pairs.
-            use_tqdm, raise_on_error: as in `generate`, which also lists the errors.
+            use_tqdm, lora_request, raise_on_error: as in `generate`, which also lists the errors; a row is a pair.
         """
         pairs = as_pairs(contexts, continuations)
         params = self._params_for(SamplingParams(max_tokens=0, prompt_logprobs=1), len(pairs))
@@ -303,7 +317,10 @@ class LLM(OnePass):
         places = [first.setdefault(key_of(context), place) for place, (context, _) in enumerate(pairs)]
         order = sorted(range(len(pairs)), key=places.__getitem__)
         pairs = [pairs[place] for place in order]
-        outputs = self._run(pairs, params, self._text.encode_pairs, use_tqdm, raise_on_error, order)
+        if isinstance(lora_request, list | tuple):
+            adapters = one_per_row(lora_request, len(pairs))
+            lora_request = [adapters[place] for place in order]
+        outputs = self._run(pairs, params, self._text.encode_pairs, use_tqdm, raise_on_error, lora_request, order)
         return list(map(Loglikelihood.of, outputs))
 
     @classmethod
@@ -403,7 +420,8 @@ class LLM(OnePass):
         """A hash of the weights that the model computes with. It is equal for equal weights: after loading and after
         `update_weights`, and for any `tensor_parallel_size`. docs/weights.md says what else must be equal.
 
-        It reads the weights once, where they are. An iterator of `generate_iter` may be open.
+        It reads the weights once, where they are, without a LoRA adapter. An iterator of `generate_iter` may be open,
+        unless it computes with a merged adapter.
 
         Args:
             per_tensor: return a digest of each tensor, to find the one that differs.
@@ -424,7 +442,13 @@ class LLM(OnePass):
     def _weight_digests(self) -> dict[str, str]:
         self.engine.check_alive()
         with self._cpu_threads:
-            return self._guard.run(self.engine.weight_digests)
+            return self._guard.run(self._digest)
+
+    def _digest(self) -> dict[str, str]:
+        self.engine.check_awake()
+        if self._iterated is None and self.engine.is_finished():
+            self.engine.merge_adapter(None)
+        return self.engine.weight_digests()
 
     @takes_keywords("argument", {}, ACCEPTED_BY_RESET)
     def reset_prefix_cache(self) -> bool:
@@ -489,6 +513,7 @@ class LLM(OnePass):
             "dtype": info.dtype,
             "attention_backend": info.attention_backend,
             "num_ranks": self.engine.config.tensor_parallel_size,
+            **({"enable_lora": True} if self.engine.config.enable_lora else {}),
         }
 
     def close(self) -> None:
@@ -545,10 +570,13 @@ class LLM(OnePass):
         order: Sequence[int] | None = None,
         num_first: int = PROMPTS_OF_PIECE,
         pooled: PooledRows | None = None,
+        adapters: LoRARequest | Iterator[LoRARequest | None] | None = None,
     ) -> RowStream:
+        if adapters is not None and not self.engine.config.enable_lora:
+            raise ValueError("lora_request needs LLM(enable_lora=True)")
         return RowStream(
             self.engine, self._text, source, encode, self._structured_outputs, self._cpu_threads.adapt, raises, order,
-            pooled or self._pooled, num_first,
+            pooled or self._pooled, num_first, adapters,
         )  # fmt: skip
 
     def _iterate(
@@ -558,8 +586,12 @@ class LLM(OnePass):
         encode: Callable[[list[Any]], list[EncodedPrompt]] | None = None,
         num_first: int = PROMPTS_OF_PIECE,
         pooled: PooledRows | None = None,
+        lora_request: Any = None,
     ) -> OutputIterator:
-        stream = self._stream(source, encode or self._text.encode, num_first=num_first, pooled=pooled)
+        is_per_row = isinstance(lora_request, Iterable) and not isinstance(lora_request, str | Mapping)
+        adapters = map(checked_adapter, lora_request) if is_per_row else checked_adapter(lora_request)
+        encode = encode or self._text.encode
+        stream = self._stream(source, encode, num_first=num_first, pooled=pooled, adapters=adapters)
         return self._guard.run(self._begin_iteration, stream, is_ordered)
 
     def _run(
@@ -569,16 +601,24 @@ class LLM(OnePass):
         encode: Callable[[list[Any]], list[EncodedPrompt]],
         use_tqdm: bool | Callable[..., Any],
         raise_on_error: bool,
+        lora_request: OneOrManyAdapters = None,
         order: Sequence[int] | None = None,
     ) -> list[Any]:
+        """order: the rows' numbers, if the rows are not in the order of their numbers."""
         pools = len(params) > 0 and isinstance(params[0], PoolingParams)
         num_first = FIRST_PROMPTS_OF_POOLED if pools else PROMPTS_OF_PIECE
-        stream = self._stream(zip(prompts, params, strict=True), encode, raise_on_error, order, num_first)
+        adapters, rows = adapters_of_call(lora_request, len(prompts), self.engine.config.max_loras)
+        if rows is not None:
+            prompts, params = ([of_rows[row] for row in rows] for of_rows in (prompts, params))
+            order = rows if order is None else [order[row] for row in rows]
+        source = zip(prompts, params, strict=True)
+        stream = self._stream(source, encode, raise_on_error, order, num_first, adapters=adapters)
         return self._guard.run(self._complete, stream, len(prompts), use_tqdm)
 
     def _complete(self, stream: RowStream, num_prompts: int, use_tqdm: bool | Callable[..., Any]) -> list[Output]:
         self._check_idle()
         self.engine.check_awake()
+        stream.merge_adapter()
         outputs: dict[int, Output] = {}
         try:
             with COLLECTOR.eased(self), Progress(self.engine, num_prompts, use_tqdm) as progress, self._cpu_threads:
@@ -596,6 +636,7 @@ class LLM(OnePass):
     def _begin_iteration(self, stream: RowStream, is_ordered: bool) -> OutputIterator:
         self._check_idle()
         self.engine.check_awake()
+        stream.merge_adapter()
         run = partial(self._guard.run, self._advance, stream)
         iterator = OutputIterator(stream, run, self._end_iteration, is_ordered)
         self._iterated = weakref.ref(iterator), stream

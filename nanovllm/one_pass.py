@@ -7,6 +7,7 @@ from typing import Any
 from nanovllm.accepted import ACCEPTED_ARGUMENTS, ACCEPTED_POOLING, RENAMED_POOLING
 from nanovllm.checks import boolean, takes_keywords
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.lora import LoRARequest, OneOrManyAdapters, one_per_row
 from nanovllm.pooled_rows import PooledRows
 from nanovllm.pooling_outputs import PoolingRequestOutput
 from nanovllm.pooling_params import PoolingParams, pooling_params
@@ -30,7 +31,7 @@ class OnePass:
 
     Args:
         prompts: one or many, in the forms that LLM.generate takes.
-        use_tqdm, raise_on_error: as in LLM.generate.
+        use_tqdm, lora_request, raise_on_error: as in LLM.generate.
         pooling_params: a PoolingParams, a dict of its parameters, or one per prompt. The other keywords are parameters
             of the same names and override it.
 
@@ -52,6 +53,7 @@ class OnePass:
         pooling_params: Given = None,
         use_tqdm: UseTqdm = True,
         *,
+        lora_request: OneOrManyAdapters = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
         pooling: str | None = None,
@@ -69,7 +71,8 @@ class OnePass:
             "normalize": normalize, "dimensions": dimensions, "pooling": pooling, "prompt_name": prompt_name,
             "hidden_states_layers": hidden_states_layers, "truncate_prompt_tokens": truncate_prompt_tokens,
         }  # fmt: skip
-        return self._pool("embed", as_prompt_list(prompts), pooling_params, use_tqdm, raise_on_error, more)
+        how = use_tqdm, raise_on_error, lora_request
+        return self._pool("embed", as_prompt_list(prompts), pooling_params, how, more)
 
     @_takes_vllms_arguments
     def embed_iter(
@@ -77,6 +80,7 @@ class OnePass:
         prompts: Any | Iterable[Any | NotYet],
         pooling_params: PoolingParams | dict[str, Any] | None = None,
         *,
+        lora_request: OneOrManyAdapters | Iterable[LoRARequest | None] = None,
         ordered: bool = True,
         normalize: bool | None = None,
         dimensions: int | None = None,
@@ -93,9 +97,14 @@ class OnePass:
         if isinstance(pooling_params, (list, tuple)):
             raise TypeError("embed_iter takes one pooling_params for all prompts; generate_iter takes one per prompt")
         (params,) = self._params_of("embed", pooling_params, 1, more)
-        source = prompts if isinstance(prompts, Iterator) else iter(as_prompt_list(prompts))
+        if not isinstance(prompts, Iterator):
+            prompts = as_prompt_list(prompts)
+            if isinstance(lora_request, list | tuple):
+                lora_request = one_per_row(lora_request, len(prompts))
+        source = iter(prompts)
         pairs = with_params(source, params, (PoolingParams,))
-        return self._iterate(pairs, boolean("ordered", ordered), num_first=FIRST_PROMPTS_OF_POOLED)
+        is_ordered = boolean("ordered", ordered)
+        return self._iterate(pairs, is_ordered, num_first=FIRST_PROMPTS_OF_POOLED, lora_request=lora_request)
 
     @_takes_vllms_arguments
     def encode(
@@ -104,6 +113,7 @@ class OnePass:
         pooling_params: Given = None,
         use_tqdm: UseTqdm = True,
         *,
+        lora_request: OneOrManyAdapters = None,
         pooling_task: str = "token_embed",
         normalize: bool | None = None,
         hidden_states_layers: Sequence[int] | None = None,
@@ -125,7 +135,8 @@ class OnePass:
                 "pooling_task must be 'token_embed', 'embed', 'classify' or 'reward', which reads the last token, not "
                 f"{pooling_task!r:.100}"
             )
-        return self._pool(pooling_task, as_prompt_list(prompts), pooling_params, use_tqdm, raise_on_error, more)
+        how = use_tqdm, raise_on_error, lora_request
+        return self._pool(pooling_task, as_prompt_list(prompts), pooling_params, how, more)
 
     @_takes_vllms_arguments
     def classify(
@@ -134,6 +145,7 @@ class OnePass:
         pooling_params: Given = None,
         use_tqdm: UseTqdm = True,
         *,
+        lora_request: OneOrManyAdapters = None,
         normalize: bool | None = None,
         truncate_prompt_tokens: int | None = None,
         raise_on_error: bool = False,
@@ -141,7 +153,8 @@ class OnePass:
         """Classifies each prompt with the head of a …ForSequenceClassification model: `output.probs` has a probability
         per label of the checkpoint's config, and `output.label` is the most probable label."""
         more = {"normalize": normalize, "truncate_prompt_tokens": truncate_prompt_tokens}
-        return self._pool("classify", as_prompt_list(prompts), pooling_params, use_tqdm, raise_on_error, more)
+        how = use_tqdm, raise_on_error, lora_request
+        return self._pool("classify", as_prompt_list(prompts), pooling_params, how, more)
 
     @_takes_vllms_arguments
     def reward(
@@ -150,13 +163,15 @@ class OnePass:
         pooling_params: Given = None,
         use_tqdm: UseTqdm = True,
         *,
+        lora_request: OneOrManyAdapters = None,
         truncate_prompt_tokens: int | None = None,
         raise_on_error: bool = False,
     ) -> list[PoolingRequestOutput]:
         """Computes the numbers of the model's classification head for each prompt: `output.score` if there is one, and
         `output.data` in any case."""
         more = {"truncate_prompt_tokens": truncate_prompt_tokens}
-        return self._pool("reward", as_prompt_list(prompts), pooling_params, use_tqdm, raise_on_error, more)
+        how = use_tqdm, raise_on_error, lora_request
+        return self._pool("reward", as_prompt_list(prompts), pooling_params, how, more)
 
     @takes_keywords(
         "argument",
@@ -171,6 +186,7 @@ class OnePass:
         use_tqdm: UseTqdm = True,
         pooling_params: Given = None,
         *,
+        lora_request: OneOrManyAdapters = None,
         recipe: str | None = None,
         instruction: str | None = None,
         pooling: str | None = None,
@@ -192,7 +208,8 @@ class OnePass:
             "truncate_prompt_tokens": truncate_prompt_tokens,
         }  # fmt: skip
         pairs = as_pairs(queries, documents, ("queries", "documents"))
-        return self._pool("score", pairs, pooling_params, use_tqdm, raise_on_error, more)
+        how = use_tqdm, raise_on_error, lora_request
+        return self._pool("score", pairs, pooling_params, how, more)
 
     def label(
         self,
@@ -200,6 +217,7 @@ class OnePass:
         labels: Sequence[Any],
         use_tqdm: UseTqdm = True,
         *,
+        lora_request: OneOrManyAdapters = None,
         raise_on_error: bool = False,
     ) -> list[PoolingRequestOutput]:
         """Computes how probable each label is as the continuation of each prompt: `output.probs` has a probability per
@@ -230,7 +248,8 @@ class OnePass:
             made[key] = found = made.get(key) or PoolingParams("label", labels=key)
             params.append(found)
         params = params if is_per_prompt else params * len(prompts)
-        return self._pool("label", prompts, params, use_tqdm, raise_on_error, {})
+        how = use_tqdm, raise_on_error, lora_request
+        return self._pool("label", prompts, params, how, {})
 
     # Calls
 
@@ -246,14 +265,14 @@ class OnePass:
         task: str,
         prompts: list[Any],
         given: Given,
-        use_tqdm: UseTqdm,
-        raise_on_error: bool,
+        how: tuple[UseTqdm, bool, OneOrManyAdapters],
         more: dict[str, Any],
     ) -> list[PoolingRequestOutput]:
         is_list = isinstance(given, (list, tuple))
         # Without prompts, a wrong argument is refused too.
         params = self._params_of(task, given, len(prompts) if prompts or is_list else 1, more)
-        return self._run(prompts, params[: len(prompts)], self._text.encode, use_tqdm, raise_on_error)
+        params = params[: len(prompts)]
+        return self._run(prompts, params, self._text.encode, *how)
 
 
 def _is_label_list(value: Any) -> bool:

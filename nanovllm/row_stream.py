@@ -1,18 +1,19 @@
 """The requests of one call: prompts are read ahead within a window, computed together, and returned as they finish."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm.completions import Completions, FinishedRow, is_cut_by_default
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.sequence import Pooling, Sequence
+from nanovllm.engine.sequence import BASE, Adapter, Pooling, Sequence
 from nanovllm.engine.step import CorruptCacheError
 from nanovllm.guides import StructuredOutputs
+from nanovllm.lora import LoRARequest
 from nanovllm.outputs import ErrorSummary, RequestOutput, keep_outputs
 from nanovllm.pooled_rows import PooledRows
 from nanovllm.pooling_outputs import PoolingRequestOutput
@@ -34,8 +35,18 @@ _PROMPTS_AHEAD_OF_STEP, _TOKENS_AHEAD_OF_STEP = 32, 8192
 # Size of the window, in prompts per sequence that can run at a time.
 _PROMPTS_AHEAD = 16
 StopPredicates = list[Callable[[int], bool]] | None  # one for each completion of a request
+RowAdapters = LoRARequest | Iterator[LoRARequest | None] | None  # the adapter of all rows, or that of each row
 Output = RequestOutput | PoolingRequestOutput
 _NO_PROMPT = EncodedPrompt(None, [])
+
+
+class _Row(NamedTuple):
+    """A row that was read: its prompt, its parameters and stop predicates as the engine takes them, and its adapter."""
+
+    prompt: EncodedPrompt
+    params: RowParams
+    predicates: StopPredicates
+    lora_request: LoRARequest | None
 
 
 @dataclass(slots=True)
@@ -47,6 +58,7 @@ class _Request:
     prompt: EncodedPrompt
     params: RowParams
     arrival_time: float
+    lora_request: LoRARequest | None = None
     num_sequences: int = 0
     finished: dict[int, Sequence] = field(default_factory=dict)
 
@@ -66,10 +78,12 @@ class RowStream:
         encode: encodes a list of those that have SamplingParams.
         structured: makes the constraints of structured outputs.
         before_step: is called before each step.
-        raises: read all prompts first, and raise a ValueError if one of them cannot run.
+        raises: read all prompts first, and raise a ValueError if one of them cannot run. A row that waits for a slot of
+            its adapter is read later.
         order: the prompts' numbers in the order of `source`; None if they are read in order.
         pooled: makes requests and outputs of those that have PoolingParams; None if there are none.
         num_first: prompts of a piece that is read when no request runs.
+        adapters: the LoRA adapter of all rows, or an iterator with one per row of `source`. None is the model itself.
     """
 
     def __init__(
@@ -84,6 +98,7 @@ class RowStream:
         order: SequenceOf[int] | None = None,
         pooled: PooledRows | None = None,
         num_first: int = PROMPTS_OF_PIECE,
+        adapters: RowAdapters = None,
     ):
         self.num_read, self._num_tokens_read, self._order = 0, 0, order
         self._first_id = engine.num_requests
@@ -98,6 +113,26 @@ class RowStream:
         self._running: dict[int, _Request] = {}  # by the id of the first sequence, in the prompts' order
         self._first_id_of: dict[int, int] = {}  # of each unfinished sequence of these
         self._max_num_sequences = 1  # of a row of this call
+        self._of_all = None if isinstance(adapters, Iterator) else adapters
+        self._adapters = adapters if isinstance(adapters, Iterator) else repeat(adapters)
+        self._merged: Adapter | None = None  # the adapter of all rows, if it is in the weights
+        # The version of each adapter that rows asked for, or why it cannot be used.
+        self._versions: dict[Hashable, int | ValueError] = {}
+        self._held: list[_Row] = []  # rows that were read and wait for a slot
+
+    def merge_adapter(self) -> None:
+        """Merges the adapter of all rows into the weights, or loads it into a slot if it may not be merged. If rows
+        have different ones, merges none. Must be called before `run`, while nothing runs.
+
+        Raises:
+            TypeError, ValueError: it does not fit the model.
+        """
+        of_all = self._of_all
+        self._merged = None if of_all is None else self._engine.merge_adapter(of_all)
+        if self._merged is None:
+            self._engine.merge_adapter(None)
+        if self._merged is None and of_all is not None and isinstance(problem := self._place(of_all), ValueError):
+            raise problem
 
     def run(self) -> Iterator[dict[int, Output]]:
         """Yields the outputs that finish with each step, by number, and before a step the error rows that were read."""
@@ -108,7 +143,7 @@ class RowStream:
             if self._engine.is_finished():
                 if self._running:
                     raise RuntimeError("somebody else aborted requests of this call, or emptied the engine")
-                if self._is_exhausted:
+                if self._is_exhausted and not self._held:
                     return
                 continue
             self._before_step()
@@ -133,7 +168,7 @@ class RowStream:
 
     def drain(self) -> set[int]:
         """Reads no more, and drops the requests without a started completion; returns their prompts' numbers."""
-        self._is_exhausted = True
+        self._is_exhausted, held, self._held = True, len(self._held), []
         waiting = {
             request_id: request
             for request_id, request in self._running.items()
@@ -142,7 +177,8 @@ class RowStream:
         for request_id, request in waiting.items():
             self._abort(request_id, request.num_sequences)
             del self._running[request_id]
-        return {self._number(request.place) for request in waiting.values()}
+        places = [request.place for request in waiting.values()]
+        return {self._number(place) for place in (*places, *range(self.num_read, self.num_read + held))}
 
     def _abort(self, first_id: int, num_sequences: int) -> None:
         for seq_id in range(first_id, first_id + num_sequences):
@@ -157,36 +193,42 @@ class RowStream:
         is read as a whole, however long its prompts are.
         """
         refused: dict[int, Output] = {}
-        if self._is_exhausted:
+        if self._is_exhausted and not self._held:
             return refused
         num_places, num_tokens = self._engine.room_for_prompts()
         prompts_ahead, tokens_ahead = _PROMPTS_AHEAD_OF_STEP, _TOKENS_AHEAD_OF_STEP
         while (
-            not self._is_exhausted
+            (self._held or not self._is_exhausted)
             and len(refused) < PROMPTS_OF_PIECE
             and (room := self._room(num_places, num_tokens)) > 0
         ):
-            piece = self._engine.without_changes(self._read_piece, room)
-            is_ahead = num_places <= 0
+            piece = self._held or self._engine.without_changes(self._read_piece, room)
+            is_ahead, self._held = num_places <= 0, []
             if is_ahead:
                 prompts_ahead -= len(piece)
-                tokens_ahead -= sum(len(prompt.token_ids) for prompt, *_ in piece)
-            for prompt, params, predicates in piece:
-                added = self._add(prompt, params, predicates)
+                tokens_ahead -= sum(len(row.prompt.token_ids) for row in piece)
+            for index, row in enumerate(piece):
+                adapter = self._place(row.lora_request)
+                if adapter is None:
+                    self._held = piece[index:]
+                    return refused
+                if isinstance(adapter, ValueError):
+                    row, adapter = row._replace(prompt=row.prompt._replace(error=row.prompt.error or adapter)), BASE
+                added = self._add(row, adapter)
                 if isinstance(added, int):
-                    num_places -= params.n
+                    num_places -= row.params.n
                     num_tokens -= self._engine.num_uncached_tokens(added)
                 else:
                     refused |= self._outputs([added])
                 self.num_read += 1
-                self._num_tokens_read += len(prompt.token_ids)
+                self._num_tokens_read += len(row.prompt.token_ids)
             is_full = (prompts_ahead <= 0 or tokens_ahead <= 0) if is_ahead else num_tokens <= 0
             if len(piece) < room or (is_full and not self._raises):
                 break
         return refused
 
-    def _read_piece(self, room: int) -> list[tuple[EncodedPrompt, RowParams, StopPredicates]]:
-        """At most `room` prompts, each with its parameters and stop predicates as the engine takes them."""
+    def _read_piece(self, room: int) -> list[_Row]:
+        """At most `room` rows."""
         piece: list[tuple[Any, RowParams]] = []
         for pair in islice(self._source, room):
             if pair is None:  # the source is not asked again before the next step
@@ -194,7 +236,30 @@ class RowStream:
             piece.append(pair)
         else:
             self._is_exhausted = len(piece) < room
-        return [self._prepared(prompt, params) for prompt, (_, params) in zip(self._encoded(piece), piece, strict=True)]
+        prompts = zip(self._encoded(piece), piece, self._adapters_of(piece), strict=True)
+        return [_Row(*self._prepared(prompt, params), adapter) for prompt, (_, params), adapter in prompts]
+
+    def _adapters_of(self, piece: list[Any]) -> list[LoRARequest | None]:
+        adapters = list(islice(self._adapters, len(piece)))
+        if len(adapters) < len(piece):
+            raise ValueError(
+                f"lora_request ended after {self.num_read + len(adapters)} rows, before the prompts did; give one for "
+                "all, or one per prompt"
+            )
+        return adapters
+
+    def _place(self, request: LoRARequest | None) -> Adapter | ValueError | None:
+        """The place of a row's adapter, or why it cannot be used. None if all slots are busy."""
+        if request is None or self._merged is not None:
+            return self._merged or BASE
+        version = self._versions.get(request.key)
+        try:
+            if version is None:
+                self._versions[request.key] = version = self._engine.adapter_version(request)
+            return version if isinstance(version, ValueError) else self._engine.place_adapter(request, version)
+        except (TypeError, ValueError) as error:
+            self._versions[request.key] = problem = ValueError(str(error))
+            return problem
 
     def _encoded(self, piece: list[tuple[Any, RowParams]]) -> Iterator[EncodedPrompt]:
         pooled = [(prompt, params) for prompt, params in piece if isinstance(params, PoolingParams)]
@@ -229,16 +294,17 @@ class RowStream:
             later = self._num_first
         return min(later, oldest + window - self.num_read)
 
-    def _add(self, prompt: EncodedPrompt, params: RowParams, predicates: StopPredicates) -> int | FinishedRow:
+    def _add(self, row: _Row, adapter: Adapter) -> int | FinishedRow:
         """Adds a prompt's requests and returns the first one's id, or returns the row of a prompt that cannot run."""
+        prompt, params = row.prompt, row.params
         self._max_num_sequences = max(self._max_num_sequences, params.n)
-        request = _Request(self.num_read, prompt, params, time.time())
+        request = _Request(self.num_read, prompt, params, time.time(), row.lora_request)
         first_id = None
         try:
             # The engine gets an empty prompt instead of one that cannot run, so that it uses up its number too.
             wanted = self._pooled.request(params) if isinstance(params, PoolingParams) and self._pooled else params
             for part in (prompt, *prompt.others) if prompt.error is None else (_NO_PROMPT,):
-                request_id = self._request(part, wanted, predicates)
+                request_id = self._request(part, wanted, row.predicates, adapter)
                 first_id = request_id if first_id is None else first_id
                 request.num_sequences += params.n if isinstance(params, SamplingParams) else 1
         except ValueError as problem:
@@ -253,11 +319,11 @@ class RowStream:
         self._first_id_of.update(dict.fromkeys(range(first_id, first_id + request.num_sequences), first_id))
         return first_id
 
-    def _request(self, part: EncodedPrompt, wanted: Any, predicates: StopPredicates) -> int:
+    def _request(self, part: EncodedPrompt, wanted: Any, predicates: StopPredicates, adapter: Adapter) -> int:
         """Adds one request of a row, and returns its id. wanted: SamplingParams or a Pooling."""
         if isinstance(wanted, Pooling):
-            return self._engine.add_pooled(part.token_ids, wanted)
-        return self._engine.add_request(part.token_ids, wanted, predicates, part.first_scored, may_change=False)
+            return self._engine.add_pooled(part.token_ids, wanted, adapter)
+        return self._engine.add_request(part.token_ids, wanted, predicates, part.first_scored, False, adapter)
 
     def _number(self, place: int) -> int:
         return place if self._order is None else self._order[place]
@@ -281,8 +347,9 @@ class RowStream:
         number, request_id = self._number(request.place), str(self._first_id + request.place)
         version = self._engine.weight_version
         return FinishedRow(
-            number, request_id, request.prompt, request.params, finished, request.arrival_time, version, error
-        )
+            number, request_id, request.prompt, request.params, finished, request.arrival_time, version, error,
+            request.lora_request,
+        )  # fmt: skip
 
     def _outputs(self, rows: list[FinishedRow]) -> dict[int, Output]:
         pooled = [row for row in rows if isinstance(row.params, PoolingParams)]

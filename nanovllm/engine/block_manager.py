@@ -93,7 +93,7 @@ class Block:
         self.ref_count = 0
         self.hash: int | None = None
         self.token_ids = _NO_TOKENS
-        self.parent = 0  # serial of the registration before this one in the prefix, 0 for the first block
+        self.parent = 0  # serial of the registration before this one in the prefix; for the first block, its `_root`
         self.serial = 0  # serial of this registration; never used twice, unlike a block id
         self.snapshot = 0  # if registered: the number of its snapshot, the state at its end; 0 for none
         self.window: WindowBlocks = ()  # if registered: the window groups' blocks for its tokens, () if they are gone
@@ -283,7 +283,8 @@ class BlockManager:
             block_hash = self._hash(seq, index)
             token_ids = seq.token_ids[index * block_size : (index + 1) * block_size]
             found = self._registered.get(block_hash)
-            if found is not None and found.parent == seq.last_registration and found.token_ids == token_ids:
+            parent = seq.last_registration or _root(seq)
+            if found is not None and found.parent == parent and found.token_ids == token_ids:
                 block = found  # an equal block is there already; this one stays private
             else:
                 if found is not None:  # same hash, other content or an unreachable parent: the newer one wins
@@ -291,7 +292,7 @@ class BlockManager:
                 block = self.blocks[seq.block_table[index]]
                 self._last_serial += 1
                 block.hash, block.token_ids = block_hash, token_ids
-                block.parent, block.serial = seq.last_registration, self._last_serial
+                block.parent, block.serial = parent, self._last_serial
                 self._registered[block_hash] = block
             if self.num_window_groups and not block.window:
                 self._attach(block, seq.window_table[index])
@@ -390,7 +391,7 @@ class BlockManager:
     def registered_prefix(self, seq: Sequence) -> list[Block]:
         """The registered blocks that hold the beginning of `seq`, but never its last token."""
         prefix: list[Block] = []
-        parent, block_size = 0, self.block_size
+        parent, block_size = _root(seq), self.block_size
         for index in range(_max_num_cached(seq) // block_size):
             block = self._registered.get(self._hash(seq, index))
             if (
@@ -444,7 +445,8 @@ class BlockManager:
         hashes, block_size = seq.block_hashes, self.block_size
         while len(hashes) <= index:
             start = len(hashes) * block_size
-            hashes.append(self._block_hash(hashes[-1] if hashes else 0, seq.token_ids[start : start + block_size]))
+            parent = hashes[-1] if hashes else seq.adapter.version
+            hashes.append(self._block_hash(parent, seq.token_ids[start : start + block_size]))
         return hashes[index]
 
     def _take_free_block(self) -> int:
@@ -500,6 +502,11 @@ class BlockManager:
         claimed = {(block.snapshot, block.block_id) for block in self._registered.values() if block.snapshot}
         owned = {(number, owner.block_id) for number, owner in self._snapshot_owners.items() if owner is not None}
         assert claimed == owned, f"blocks claim snapshots {claimed}, but own {owned}"
+
+
+def _root(seq: Sequence) -> int:
+    """The `parent` of a sequence's first block. It differs between adapters, and is at most 0, unlike a serial."""
+    return -seq.adapter.version
 
 
 def _num_to_compute(seq: Sequence) -> int:

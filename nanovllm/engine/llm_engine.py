@@ -11,20 +11,32 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 
 from nanovllm.checks import integer
 from nanovllm.config import Config
+from nanovllm.engine.adapters import Adapters
 from nanovllm.engine.limits import check_pooled, check_request, max_length
 from nanovllm.engine.runner import LaunchedStep, Runner, StepTooLargeError, make_scheduler
 from nanovllm.engine.scheduler import SchedulerStats
-from nanovllm.engine.sequence import POOLED, Pooling, Sequence, SequenceStatus, TokenGuide, completions_of
+from nanovllm.engine.sequence import (
+    BASE,
+    POOLED,
+    Adapter,
+    Pooling,
+    Sequence,
+    SequenceStatus,
+    TokenGuide,
+    completions_of,
+)
 from nanovllm.engine.step import Step, StepOutput, halves
 from nanovllm.engine.step_stats import StepStats
 from nanovllm.guard import Guard
 from nanovllm.logits_processors import LogitsProcessors
+from nanovllm.lora import LoRARequest
 from nanovllm.sampling_params import SamplingParams, mixed_seed
 
 logger = logging.getLogger(__name__)
@@ -78,6 +90,7 @@ class LLMEngine:
             "the engine is in the middle of a step or request, so a stop predicate, a source of prompts or a "
             "signal handler cannot change it; do that between two steps"
         )
+        self._adapters = Adapters(runner, config.max_loras * config.enable_lora, runner.info.may_merge_adapters)
         self._renew_scheduler()
 
     def set_eos_token_ids(self, eos_token_ids: Iterable[int]) -> None:
@@ -96,6 +109,7 @@ class LLMEngine:
         stop_predicates: StopPredicate | list[StopPredicate] | None = None,
         first_scored: int = 1,
         may_change: bool = True,
+        adapter: Adapter = BASE,
     ) -> int:
         """Queues a request and returns its id, which is the id of its first completion; the others' ids follow it.
 
@@ -110,6 +124,7 @@ class LLMEngine:
                 must be a TokenGuide.
             first_scored: with `prompt_logprobs`, the first token of the prompt to score, at least 1.
             may_change: the caller may change `sampling_params` later, so they are checked and copied.
+            adapter: from `merge_adapter` or `place_adapter`.
 
         Raises:
             TypeError: the prompt holds something other than integers.
@@ -135,7 +150,7 @@ class LLMEngine:
             stop_token_ids |= self.eos_token_ids
         seed = mixed_seed(self.config.seed, number) if sampling_params.seed is None else sampling_params.seed
         max_num_tokens = max_length(len(prompt), sampling_params, self.info)
-        first = Sequence(seq_id, prompt, sampling_params, max_num_tokens, stop_token_ids, seed)
+        first = Sequence(seq_id, prompt, sampling_params, max_num_tokens, stop_token_ids, seed, adapter=adapter)
         first.is_constrained = bool(sampling_params.structured_outputs or sampling_params.logits_processors)
         if sampling_params.prompt_logprobs is not None:
             first.next_scored = first.first_scored = first_scored
@@ -146,7 +161,7 @@ class LLMEngine:
         return seq_id
 
     @_guarded
-    def add_pooled(self, prompt_token_ids: list[int], pooling: Pooling) -> int:
+    def add_pooled(self, prompt_token_ids: list[int], pooling: Pooling, adapter: Adapter = BASE) -> int:
         """Queues a request that returns hidden states of its prompt and generates nothing; returns its id. Raises what
         `add_request` raises."""
         self.check_awake()
@@ -158,10 +173,14 @@ class LLMEngine:
         except (TypeError, ValueError):
             self.step_stats.num_rejected_requests += 1
             raise
-        self._queue([Sequence(seq_id, prompt, POOLED, len(prompt), pooling=pooling)])
+        self._queue([Sequence(seq_id, prompt, POOLED, len(prompt), pooling=pooling, adapter=adapter)])
         return seq_id
 
     def _queue(self, sequences: list[Sequence]) -> None:
+        adapter = sequences[0].adapter
+        if adapter == BASE and self.is_finished():
+            self._adapters.merge(None)
+        self._adapters.check_place(adapter)
         try:
             self.runner.request_added(sequences)
             for seq in sequences:
@@ -319,6 +338,27 @@ class LLMEngine:
             except Exception as error:  # the failure that led here is already on its way to the caller
                 logger.warning("a step in flight failed as well: %s", error)
 
+    # Adapters
+
+    @_guarded
+    def merge_adapter(self, request: LoRARequest | None) -> Adapter | None:
+        """See Adapters.merge."""
+        self._check_finished()
+        return self._adapters.merge(request)
+
+    @_guarded
+    def place_adapter(self, request: LoRARequest | None, version: int) -> Adapter | None:
+        """See Adapters.place. Requests may be running."""
+        return self._adapters.place(request, version, self._busy_slots)
+
+    def adapter_version(self, request: LoRARequest) -> int:
+        """See Adapters.version_of."""
+        return self._adapters.version_of(request)
+
+    def _busy_slots(self) -> set[int]:
+        in_flight = (chunk.seq for step, _ in self._in_flight for chunk in step.chunks)
+        return {seq.adapter.slot for seq in chain(self._unfinished.values(), in_flight)}
+
     # Weights and memory, while nothing runs; LLM's methods of these names describe them
 
     @_guarded
@@ -327,14 +367,17 @@ class LLMEngine:
         self._check_finished()
         if self.is_sleeping:
             raise RuntimeError("the engine sleeps and has no place for weights; call wake_up() first")
+        self._adapters.merge(None)
         self._renew_scheduler()  # first, so that no cached key of other weights is ever read
         self.runner.update_weights(weights)
         self.weight_version += 1
 
     @_guarded
     def weight_digests(self) -> dict[str, str]:
-        """A digest of each tensor of the checkpoint. Requests may be running."""
+        """A digest of each tensor of the checkpoint. Requests may be running, but not with a merged adapter."""
         self.check_awake()
+        if self._adapters.has_merged:
+            raise RuntimeError("an adapter is merged into the weights; finish the iterator that uses it first")
         return self.runner.weight_digests()
 
     @_guarded
@@ -349,6 +392,8 @@ class LLMEngine:
         self._check_finished()
         self.is_sleeping = True  # first: an interrupted call may have freed something
         self._renew_scheduler()
+        if level == 2:
+            self._adapters.forget()
         self.runner.sleep(level)
 
     @_guarded

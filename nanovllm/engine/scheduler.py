@@ -287,7 +287,7 @@ class Scheduler:
         has_context = num_computed == end if self.block_manager.snapshots.has_states else num_computed >= end
         if source is not None and has_context and end > 0 and step.chunks:
             has_window = self.block_manager.has_window(source, end)
-            if has_window and source.token_ids[:end] == seq.token_ids[:end]:
+            if has_window and source.begins_as(seq, end):
                 return source
         self._context_source = seq
         return None

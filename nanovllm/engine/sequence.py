@@ -36,6 +36,21 @@ class Pooling(NamedTuple):
         return self.tokens == "last" and not self.layers
 
 
+class Adapter(NamedTuple):
+    """Says whether a sequence is computed with the model's own weights or with a LoRA adapter.
+
+    version: names the adapter's values; 0 for the model's own weights. No two adapters of an engine have the same
+        version, and sequences of other versions share no keys.
+    slot: the adapter's slot in the linear layers; 0 if there is no adapter, or it is merged into the weights.
+    """
+
+    version: int = 0
+    slot: int = 0
+
+
+BASE = Adapter()
+
+
 class TokenGuide(Protocol):
     """A stop predicate that also says which tokens may come next. The engine itself knows no text."""
 
@@ -76,6 +91,7 @@ class Sequence:
     seed: int = 0  # 64 bits, keys the sampling noise
     stop_predicate: Callable[[int], bool] | None = None  # called with each new token; True ends the completion
     pooling: Pooling | None = None  # what it returns if it generates nothing
+    adapter: Adapter = BASE
     # Its stop predicate decides what may come next: a TokenGuide by a mask, LogitsProcessors by changing the logits.
     is_constrained: bool = False
     # All completions of its request, itself among them; empty if it is the only one.
@@ -142,7 +158,11 @@ class Sequence:
         """Whether both score a continuation of the same context."""
         end = self.next_scored - 1
         both_score = other.next_scored == self.next_scored < min(self.num_prompt_tokens, other.num_prompt_tokens)
-        return both_score and self.token_ids[:end] == other.token_ids[:end]
+        return both_score and other.begins_as(self, end)
+
+    def begins_as(self, other: "Sequence", num_tokens: int) -> bool:
+        """Whether the keys of the first `num_tokens` tokens are the same."""
+        return self.adapter == other.adapter and self.token_ids[:num_tokens] == other.token_ids[:num_tokens]
 
     @property
     def is_all_launched(self) -> bool:
@@ -182,7 +202,7 @@ def completions_of(first: Sequence) -> list[Sequence]:
     others = [
         Sequence(
             first.seq_id + index, first.token_ids, first.sampling_params, first.max_length, first.stop_token_ids,
-            completion_seed(first.seed, index), is_constrained=first.is_constrained,
+            completion_seed(first.seed, index), adapter=first.adapter, is_constrained=first.is_constrained,
         )
         for index in range(1, first.sampling_params.n)
     ]  # fmt: skip

@@ -10,6 +10,9 @@ in its windows, and the logits on all keys in the last token's windows.
 In a model with recurrent states, each entry and each snapshot has a state, a number that each token extends. The key of
 a token also depends on the state after it. So a stale, wrong or lost state, or one that was extended twice, changes the
 answer too.
+
+An adapter is a number, in place of a LoRARequest's path or the only one of its tensors. Tokens that are computed with
+it have the keys and states that `with_adapter` of the tokens would have.
 """
 
 from collections import deque
@@ -25,6 +28,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Pooling, Sequence
 from nanovllm.engine.step import Chunk, Step, StepOutput, TokenNumbers
+from nanovllm.lora import LoRARequest
 from nanovllm.parallel.worker import Worker, fingerprint
 from nanovllm.sampling_params import SamplingParams
 
@@ -33,9 +37,11 @@ Predicate = Callable[[int], bool]
 
 class FakeStep:
     def __init__(
-        self, runner: "FakeRunner", token_ids: list[int], scores: TokenNumbers, states: tuple[np.ndarray, ...]
-    ):
+        self, runner: "FakeRunner", token_ids: list[int], scores: TokenNumbers, states: tuple[np.ndarray, ...],
+        sequences: list[Sequence],
+    ):  # fmt: skip
         self._runner, self._token_ids, self._scores, self._states = runner, token_ids, scores, states
+        self.sequences = sequences
 
     def wait(self) -> StepOutput:
         assert self._runner.in_flight.popleft() is self, "steps must be committed in the order of their launch"
@@ -57,6 +63,8 @@ class FakeRunner(Runner):
         self.info = info
         self.keys: list[int | None] = [None] * (info.num_kvcache_blocks * info.kvcache_block_size)
         self.last_token_ids: list[int | None] = [None] * max_num_seqs
+        self.adapters: dict[int, int] = {}  # the adapter in each slot; slot 0 is the weights
+        self.num_loaded = 0
         self.states: list[int] = [-1] * (max_num_seqs + 1 + info.snapshots.num_snapshots)
         self.saved_snapshots: set[int] = set()
         self.in_flight: deque[FakeStep] = deque()
@@ -71,6 +79,15 @@ class FakeRunner(Runner):
 
     def scheduler_renewed(self) -> None:
         self.saved_snapshots.clear()
+
+    def set_adapter(self, slot: int, request: LoRARequest | None) -> None:
+        number = 0 if request is None else number_of_adapter(request)
+        if number < 0:
+            raise ValueError(f"adapter {request.lora_name!r} does not fit")
+        in_use = {seq.adapter.slot for step in self.in_flight for seq in step.sequences}
+        assert slot not in in_use and not (slot == 0 and self.in_flight), f"slot {slot} is in use"
+        self.adapters[slot] = number
+        self.num_loaded += 1
 
     def launch(self, step: Step) -> FakeStep:
         work = step.chunks
@@ -98,7 +115,7 @@ class FakeRunner(Runner):
         self.num_steps += 1
         self.num_sampled_tokens += len(sampled)
         self.num_chunks += len(work) - len(sampled)
-        launched = FakeStep(self, sampled, self._score(step), self._pool(step))
+        launched = FakeStep(self, sampled, self._score(step), self._pool(step), [chunk.seq for chunk in work])
         self.in_flight.append(launched)
         return launched
 
@@ -138,8 +155,11 @@ class FakeRunner(Runner):
                 block = table[(start - 1) // block_size]
                 key = keys[block * block_size + (start - 1) % block_size]
                 self.num_same_step_hits += block in written_blocks
+            assert seq.adapter.slot == 0 or not self.adapters.get(0), "slots add to the model's own weights"
+            adapter = self.adapters.get(seq.adapter.slot, 0)
             for position in range(start, end):
                 token_id = token_ids[position] if position < len(token_ids) else self._in_flight_token(seq, position)
+                token_id = with_adapter(token_id, adapter)
                 state = next_state(state, token_id, self.info)
                 key = hash((key, token_id, state, *self._first_in_windows(seq, position)))
                 for group in range(1 + self.info.windows.num_groups):
@@ -282,11 +302,15 @@ class MirroredRunner(FakeRunner):
         self.worker._launch(self.num_launched, fingerprint(step))
         return super().launch(step)
 
+    def set_adapter(self, slot: int, request: LoRARequest | None) -> None:
+        super().set_adapter(slot, request)
+        self.of_worker.set_adapter(slot, request)
+
     def request_added(self, sequences: list[Sequence]) -> None:
         seq = sequences[0]
         self.worker._add(
             seq.seq_id, seq.token_ids, vars(seq.sampling_params), seq.max_length, seq.stop_token_ids, seq.seed,
-            seq.next_scored, seq.is_constrained, seq.pooling,
+            seq.next_scored, seq.is_constrained, seq.pooling, seq.adapter,
         )  # fmt: skip
 
     def request_aborted(self, seq: Sequence) -> None:
@@ -353,9 +377,11 @@ def run_to_end(engine: LLMEngine) -> dict[int, Sequence]:
 
 
 def expected_completion(
-    prompt: list[int], params: SamplingParams, info: RunnerInfo, stop_predicate: Predicate | None = None
-) -> tuple[list[int], str]:
+    prompt: list[int], params: SamplingParams, info: RunnerInfo, stop_predicate: Predicate | None = None,
+    adapter: int = 0,
+) -> tuple[list[int], str]:  # fmt: skip
     """The right completion of a request, computed alone and without a cache: (token ids, finish reason)."""
+    prompt = [with_adapter(token_id, adapter) for token_id in prompt]
     stop_token_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else info.eos_token_ids)
     keys, state = keys_of(prompt, info), states_of(prompt, info)[-1]
     completion: list[int] = []
@@ -366,8 +392,9 @@ def expected_completion(
         in_windows = [key_of_group(key, group) for group in groups for key in keys[-info.windows.window :]]
         token_id = _answer(keys, in_windows, info)
         completion.append(token_id)
-        state = next_state(state, token_id, info)
-        _extend(keys, token_id, state, info)
+        computed = with_adapter(token_id, adapter)
+        state = next_state(state, computed, info)
+        _extend(keys, computed, state, info)
         says_stop = stop_predicate is not None and stop_predicate(token_id)
         if token_id in stop_token_ids and len(completion) > params.min_tokens:
             return completion, "stop"
@@ -382,9 +409,9 @@ def score_numbers(key: int, token_id: int) -> bytes:
     return np.array([hash((key, token_id)) % 2**31, token_id, 0], np.int32).tobytes()
 
 
-def expected_scores(prompt: list[int], first: int, info: RunnerInfo) -> bytes:
+def expected_scores(prompt: list[int], first: int, info: RunnerInfo, adapter: int = 0) -> bytes:
     """The numbers of a prompt's tokens from `first` on."""
-    keys = [0, *keys_of(prompt, info)]
+    keys = [0, *keys_of([with_adapter(token_id, adapter) for token_id in prompt], info)]
     return b"".join(score_numbers(keys[position], prompt[position]) for position in range(first, len(prompt)))
 
 
@@ -398,6 +425,14 @@ def expected_states(prompt: list[int], kind: Pooling, info: RunnerInfo) -> np.nd
     """What a request that pools should return, with a sum for the mean."""
     states = np.stack([state_of(key, kind) for key in keys_of(prompt, info)])
     return {"last": states[-1:], "first": states[:1], "mean": states.sum(0, keepdims=True), "all": states}[kind.tokens]
+
+
+def number_of_adapter(request: LoRARequest) -> int:
+    return int(request.lora_path) if request.tensors is None else request.tensors["number"]
+
+
+def with_adapter(token_id: int, adapter: int) -> int:
+    return token_id + 2**20 * adapter
 
 
 def key_of_group(key: int, group: int) -> int:

@@ -754,7 +754,7 @@ class FakeEngine:
         self.num_requests, self.waiting, self.weight_version = 0, [], 0
         self.tokens_of_step = 2**14
 
-    def add_request(self, token_ids, params, predicates, first_scored, may_change):
+    def add_request(self, token_ids, params, predicates, first_scored, may_change, adapter):
         seq = Sequence(self.num_requests, token_ids, params, 64)
         seq.token_ids.append(7)
         seq.finish_reason = "length"
