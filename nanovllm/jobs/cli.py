@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from nanovllm import LLM, Config, PoolingParams, SamplingParams, __version__
 from nanovllm.jobs import JobError, JobOptions, VerifyOptions, run_batch, verify
+from nanovllm.jobs.adapters import by_name, name_and_directory
 from nanovllm.jobs.arguments import KINDS, Exit, Parser, add_options, help_of, json_option, meanings_of, numbers, read
 from nanovllm.jobs.columns import LABELS_ADVICE
 from nanovllm.jobs.options import OnError, PreflightKind
@@ -29,8 +30,10 @@ Verifies the proof of a job that ran with --deterministic: compares its output, 
 with the manifest beside the output, and runs some rows again, each alone. They must give the same bytes.
 
     nanovllm verify out.jsonl --sample 50"""
+_ADAPTERS = """a LoRA adapter that peft saved, for rows with "adapter": "NAME"; takes several, and may be repeated"""
 # What a job or a verification raises if it is refused or fails.
 _PROBLEMS = (JobError, ImportError, OSError, TypeError, ValueError, RuntimeError)
+_COLUMNS = ("prompt", "messages", "id", "query", "document", "adapter")
 _STOPPED = "stopped; run the same command again to resume"
 
 
@@ -71,6 +74,8 @@ def _run_batch(given: dict[str, Any], engine: list[str], sampling: list[str]) ->
             "--prompt has a backslash and an n; a shell writes a line break as $'\\n'"
         )
     try:
+        if "adapters" in options:
+            options["adapters"] = by_name(options["adapters"])
         report = run_batch(JobOptions(**options))
         rows = report["rows"]
         if is_dry_run or rows["finished"] == rows["total"]:
@@ -186,7 +191,7 @@ def _add_run_batch(commands: Any) -> tuple[list[str], list[str]]:
     add("--report", type=Path)
     columns = "Name the columns that make the rows. The output repeats all columns."
     data = parser.add_argument_group("data of any shape", columns)
-    for name in ("prompt", *(f"{each}-column" for each in ("prompt", "messages", "id", "query", "document"))):
+    for name in ("prompt", *(f"{each}-column" for each in _COLUMNS)):
         add(f"--{name}", group=data, metavar="TEMPLATE" if name == "prompt" else "NAME")
     add("--chat", group=data, action="store_true")
     add("--chat-template-kwargs", group=data, **json_option('{"enable_thinking": false}'))
@@ -200,6 +205,8 @@ def _add_run_batch(commands: Any) -> tuple[list[str], list[str]]:
     add("--task", group=pooling, help=task_help, **KINDS["str"])
     names += ["task", *add_options(pooling, PoolingParams.__init__, meanings_of(PoolingParams))]
     engine = parser.add_argument_group("engine")
+    how = {"type": partial(read, name_and_directory, "NAME=DIRECTORY"), "nargs": "+", "action": "extend"}
+    add("--adapter", "--lora-modules", dest="adapters", group=engine, help=_ADAPTERS, metavar="NAME=DIRECTORY", **how)
     of_config = meanings_of(Config)
     add("--pooler-config", group=engine, help=of_config.get("pooler_config"), **json_option('{"pooling_type": "MEAN"}'))
     add(

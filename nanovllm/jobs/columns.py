@@ -20,7 +20,7 @@ from nanovllm.jobs.fields import PAIR, conversation_of, pair_of, prompt_of
 logger = logging.getLogger("nanovllm.jobs")
 
 PROMPTS = ("prompt", "messages", "token_ids")
-PLAIN_KEYS = ("id", *PROMPTS, "params", "chat_template_kwargs", "task")
+PLAIN_KEYS = ("id", *PROMPTS, "params", "chat_template_kwargs", "task", "adapter")
 # Parameters that are keys of a plain row with a task. A job has no output for states of other layers.
 _NOT_KEYS = ("task", "hidden_states_layers")
 POOLING_KEYS = tuple(field.name for field in fields(PoolingParams) if field.name not in _NOT_KEYS)
@@ -28,7 +28,7 @@ POOLING_KEYS = tuple(field.name for field in fields(PoolingParams) if field.name
 KEYS: dict[Any, tuple[str, ...]] = {
     "plain": PLAIN_KEYS,
     **dict.fromkeys(("embed", "classify", "reward", "label"), (*PLAIN_KEYS, *POOLING_KEYS)),
-    "score": ("id", *PAIR, "params", "task", *POOLING_KEYS),
+    "score": ("id", *PAIR, "params", "task", "adapter", *POOLING_KEYS),
 }
 LABELS_ADVICE = """--params '{"labels": ["yes", "no"]}'"""
 OPENAI_KEYS = frozenset(("custom_id", "url", "body"))
@@ -70,6 +70,7 @@ class Columns:
         chat_template_kwargs: arguments of the chat template for all conversations.
         query_column, document_column: for the task "score", the columns with both texts; "query" and "document" by
             default.
+        adapter_column: the column with the names of adapters.
         task: the task of plain rows and of rows of named columns.
 
     Raises:
@@ -84,6 +85,7 @@ class Columns:
     chat_template_kwargs: dict[str, Any] | None = None
     query_column: str | None = None
     document_column: str | None = None
+    adapter_column: str | None = None
     task: str = "generate"
 
     def __post_init__(self) -> None:
@@ -93,7 +95,7 @@ class Columns:
         pair = self.given.keys() & {"query_column", "document_column"}
         if self.task != "score" and pair:
             raise ValueError(f"{_flag(min(pair))} needs the task 'score' (--task score)")
-        if self.task == "score" and (others := self.given.keys() - pair - {"id_column"}):
+        if self.task == "score" and (others := self.given.keys() - pair - {"id_column", "adapter_column"}):
             advice = "name the columns of its texts with --query-column and --document-column"
             raise ValueError(f"the task 'score' does not take {_flag(min(others))}; {advice}")
         if self.chat and self.messages_column is not None:
@@ -148,8 +150,8 @@ class Columns:
             path: the input, for the error.
         """
         there = f"it has {', '.join(map(repr, names))}"
-        needed = [*self._names, *([] if self.id_column is None else [self.id_column])] if self.given else []
-        for name in needed:
+        others = [name for name in (self.id_column, self.adapter_column) if name is not None]
+        for name in [*self._names, *others] if self.given else []:
             if names and name not in names:
                 raise JobError(f"{path} has no column {name!r}; {there}")
         if self.given or not is_table:
@@ -170,7 +172,7 @@ class Columns:
     def of_rows(self, names: Collection[str]) -> dict[str, str]:
         """The columns of a table that rows need, each with its name in the row. The id is first, where it is found even
         in a row that is too long."""
-        keys = {*self._names, self.id_name} if self.given else {*PLAIN_KEYS}
+        keys = {*self._names, self.id_name, self.adapter_column} if self.given else {*PLAIN_KEYS}
         if not self.given and self._has_tasks(names):
             keys |= {*POOLING_KEYS, *PAIR}
         # A table of prompts without a "url" may have a "body" of its own, such as that of a mail.

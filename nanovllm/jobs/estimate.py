@@ -56,7 +56,7 @@ def _candidates(index: Index) -> tuple[list[int], float]:
     num_completions = 0
     for number in _stretches(numbers, min(ROWS_OF_WINDOW, max(max_num_rows, 1))):
         row, _ = index.read(number)
-        found.append((beginning(row.prompt, _BEGINNING), number))
+        found.append(((row.adapter or "", beginning(row.prompt, _BEGINNING)), number))
         num_completions += index.params.of(row).n
     return [number for _, number in sorted(found)], num_completions / max(len(found), 1)
 

@@ -20,7 +20,7 @@ _DECIDING = (
 VERSION = 3
 _SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
 _NUM_SAMPLES, _BYTES_OF_SAMPLE = 64, 2**14
-_NAMES = {"model": "the model", "engine": "an engine option", "params": "a parameter"}
+_NAMES = {"model": "the model", "engine": "an engine option", "params": "a parameter", "adapters": "an adapter"}
 
 
 def fingerprints_of_model(directory: Path) -> dict[str, str | None]:
@@ -33,22 +33,27 @@ def fingerprints_of_model(directory: Path) -> dict[str, str | None]:
     for path in sorted(directory.iterdir()):
         if path.suffix not in _SUFFIXES or not path.is_file():
             continue
+        found[path.name] = digest_of(path)
+    return found
+
+
+def digest_of(path: Path) -> str:
+    """A digest of a file: of all of it, or of its size and samples."""
+    with worded(f"{path} cannot be read"), path.open("rb") as file:
         size = path.stat().st_size
         digest = xxhash.xxh3_128(f"{size} ".encode())
-        with worded(f"{path} cannot be read"), path.open("rb") as file:
-            if size <= _NUM_SAMPLES * _BYTES_OF_SAMPLE:
-                digest.update(file.read())
-            else:
-                for sample in range(_NUM_SAMPLES):
-                    file.seek(sample * (size - _BYTES_OF_SAMPLE) // (_NUM_SAMPLES - 1))
-                    digest.update(file.read(_BYTES_OF_SAMPLE))
-        found[path.name] = digest.hexdigest()
-    return found
+        if size <= _NUM_SAMPLES * _BYTES_OF_SAMPLE:
+            digest.update(file.read())
+        else:
+            for sample in range(_NUM_SAMPLES):
+                file.seek(sample * (size - _BYTES_OF_SAMPLE) // (_NUM_SAMPLES - 1))
+                digest.update(file.read(_BYTES_OF_SAMPLE))
+    return digest.hexdigest()
 
 
 def identity_of(
     lines_digest: str, num_rows: int, directory: Path, engine: dict[str, Any], params: dict[str, Any], seed: int,
-    columns: dict[str, Any] | None = None,
+    columns: dict[str, Any] | None = None, adapters: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The facts that must be equal for a job to be resumed, as JSON reads them back."""
     deciding = {name: engine[name] for name in _DECIDING if engine.get(name) not in (None, False)}
@@ -61,6 +66,7 @@ def identity_of(
         "params": params,
         "seed": seed,
         "columns": columns or {},
+        "adapters": adapters or {},
     }
     return json.loads(json.dumps(identity, default=repr))
 
@@ -68,6 +74,7 @@ def identity_of(
 def check_same(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
     """Raises a JobError that names the changes. A .json or .txt file that came into the model's directory later is not
     one: it may be a person's notes, or a report."""
+    before = {"adapters": {}, **before}  # a job of an older nanovllm has none
     files, found = before.get("model"), now["model"]
     if isinstance(files, dict) and isinstance(found, dict):
         kept = {name: each for name, each in found.items() if name in files or not name.endswith((".json", ".txt"))}

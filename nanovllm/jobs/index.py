@@ -25,13 +25,14 @@ class Index:
     max_num_new_tokens: int64 [num_rows].
     kinds: the kinds of rows that occur; see JobRow.
     dimensions: those that rows with embeddings ask for.
+    adapters: the names of the adapters of rows without an error, and None if any such row has no adapter.
     can_run: bool [num_rows], the rows without an error.
     first_use: int64 [num_rows], the number of the first row with the same id, or −1 if the row itself is the first.
     """
 
     def __init__(self, lines: Files, params: RowParams, max_model_len: int, with_data: bool = False):
         self.lines, self.params, self.kinds, self.dimensions = lines, params, set[str](), set[int | None]()
-        self.errors = Errors(lines.place)
+        self.errors, self.adapters = Errors(lines.place), set[str | None]()
         self._data = lines.data if with_data else None
         ids, max_num_new_tokens, is_row = array("Q"), array("q"), bytearray()
         for number, line in enumerate(lines.scan()):
@@ -43,6 +44,8 @@ class Index:
             self.kinds.add(row.kind)
             if row.kind in ("embed", "embeddings") and row.error is None:
                 self.dimensions.add(params.dimensions(row))
+            if row.error is None:
+                self.adapters.add(row.adapter)
             self._note(row)
         self.max_num_new_tokens = np.array(max_num_new_tokens, np.int64)
         self.first_use = self._first_uses(np.array(ids, np.uint64))

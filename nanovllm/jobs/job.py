@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import LLM, Preflight
+from nanovllm.jobs.adapters import fingerprints_of, warn_if_unused
 from nanovllm.jobs.check import Checked, check_rows, num_to_check
 from nanovllm.jobs.errors import Errors, JobError
 from nanovllm.jobs.estimate import estimate
@@ -81,6 +82,7 @@ class Job:
             with self._report.phase("preflight"):
                 preflight = preflight_of(options)
                 index = index_of(options, lines, preflight)
+                warn_if_unused(options.adapters, index.adapters)
                 self._refuse(index.errors)
                 is_new = self._is_new()
                 checked = check_rows(index, preflight, num_to_check(options, len(index)) if is_new else 0)
@@ -147,8 +149,9 @@ class Job:
                     self._delete_results(journal)
                 engine = {**options.engine, "model": options.model}
                 digest, columns = index.lines.digest, options.columns.given
+                adapters = fingerprints_of(index.params.adapters)
                 identity = identity_of(
-                    digest, len(index), preflight.directory, engine, options.params, options.seed, columns
+                    digest, len(index), preflight.directory, engine, options.params, options.seed, columns, adapters
                 )
                 state = self._state(identity, journal, len(index))
             if state["finished"] and self._paths.output.exists():

@@ -22,7 +22,7 @@ _FIELDS: dict[PooledKind, tuple[str, ...]] = {
     "classify_url": ("input", *_SAME),
 }
 POOLED_FIELDS: dict[Any, tuple[str, ...]] = {
-    kind: ("model", "add_special_tokens", *names) for kind, names in _FIELDS.items()
+    kind: ("model", "adapter", "add_special_tokens", *names) for kind, names in _FIELDS.items()
 }
 
 

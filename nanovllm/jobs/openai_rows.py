@@ -8,13 +8,14 @@ import math
 from typing import Any, Literal, NamedTuple, cast
 
 from nanovllm import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from nanovllm.jobs.adapters import adapter_name
 from nanovllm.jobs.fields import NOTHING_IS_GENERATED, check_names, conversation_of, scored_tokens, without_nulls
 from nanovllm.jobs.openai_pooling import POOLED_FIELDS, POOLED_URLS, TASKS, PooledKind, one_prompt, pooled_request_of
 
 CompletionKind = Literal["completions", "chat"]
 OpenAIKind = CompletionKind | PooledKind
 
-_TOP = ("custom_id", "method", "url", "body")
+_TOP = ("custom_id", "method", "url", "body", "adapter")
 _URLS: dict[Any, OpenAIKind] = {"/v1/completions": "completions", "/v1/chat/completions": "chat", **POOLED_URLS}
 # OpenAI's defaults, where neither the body nor the job sets the parameter.
 OPENAI_DEFAULTS: dict[str, dict[str, Any]] = {"completions": {"max_tokens": 16}, "chat": {"max_tokens": None}}
@@ -30,8 +31,8 @@ _SAME = (  # names that SamplingParams has too
 )  # fmt: skip
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 _BOTH = (
-    "model", "max_tokens", "max_completion_tokens", *_SAME, "logprobs", "response_format", "structured_outputs",
-    *_GUIDED, "stream", "echo", "best_of",
+    "model", "adapter", "max_tokens", "max_completion_tokens", *_SAME, "logprobs", "response_format",
+    "structured_outputs", *_GUIDED, "stream", "echo", "best_of",
 )  # fmt: skip
 # Fields of a chat that are arguments of the chat template.
 _OF_TEMPLATE = ("tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
@@ -74,13 +75,14 @@ def kind_of(fields: dict[str, Any]) -> OpenAIKind:
 
 
 class Request(NamedTuple):
-    """A row's prompt, its parameters as arguments of SamplingParams or PoolingParams, its "model", and whether its
-    embedding is to be base64."""
+    """A row's prompt, its parameters as arguments of SamplingParams or PoolingParams, its "model", whether its
+    embedding is to be base64, and the name of its adapter."""
 
     prompt: Any
     params: dict[str, Any]
     model: str | None
     is_base64: bool = False
+    adapter: str | None = None
 
 
 def request_of(fields: dict[str, Any], kind: OpenAIKind) -> Request:
@@ -102,9 +104,13 @@ def request_of(fields: dict[str, Any], kind: OpenAIKind) -> Request:
     check_names("field of the body", body, _OF_KIND[kind], meant)
     if (model := body.get("model")) is not None and not isinstance(model, str):
         raise ValueError(f'"model" must be a string, not {model!r}')
+    adapter, other = adapter_name(body.get("adapter")), adapter_name(fields.get("adapter"))
+    if None not in (adapter, other) and adapter != other:
+        raise ValueError(f'"adapter" is {other!r}, and {adapter!r} in the body; leave one out')
+    adapter = adapter or other
     if kind in TASKS:
         prompt, params, is_base64 = pooled_request_of(cast(PooledKind, kind), body)
-        return Request(prompt, params, model, is_base64)
+        return Request(prompt, params, model, is_base64, adapter)
     _check_fixed(body)
     params = _max_tokens(body) | {name: body[name] for name in _SAME if name in body}
     if (logprobs := _chat_logprobs(body) if kind == "chat" else body.get("logprobs")) is not None:
@@ -114,7 +120,8 @@ def request_of(fields: dict[str, Any], kind: OpenAIKind) -> Request:
     needed = "messages" if kind == "chat" else "prompt"
     if needed not in body:
         raise ValueError(f'the body has no "{needed}", which {url} needs')
-    return Request(_conversation(body) if kind == "chat" else one_prompt("prompt", body["prompt"]), params, model)
+    prompt = _conversation(body) if kind == "chat" else one_prompt("prompt", body["prompt"])
+    return Request(prompt, params, model, adapter=adapter)
 
 
 def _check_fixed(body: dict[str, Any]) -> None:

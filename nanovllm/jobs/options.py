@@ -53,6 +53,9 @@ class JobOptions:
             with chat or messages_column.
         query_column, document_column: the columns with both texts of a score, for the task "score". By default (None)
             they are "query" and "document".
+        adapters: the directories of LoRA adapters, by the names that rows give in their key "adapter"; see
+            docs/lora.md. They turn `enable_lora` on. By default, `max_loras` is their number, at most 8.
+        adapter_column: the column with the names of adapters.
 
     Raises:
         ValueError: an option has no such value, or two contradict each other.
@@ -80,6 +83,8 @@ class JobOptions:
     chat_template_kwargs: dict[str, Any] | None = None
     query_column: str | None = None
     document_column: str | None = None
+    adapters: dict[str, str] = field(default_factory=dict)
+    adapter_column: str | None = None
 
     @property
     def columns(self) -> Columns:
@@ -109,13 +114,28 @@ class JobOptions:
                 raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
         if not self.input:
             raise ValueError("input must name at least one file")
-        self.columns  # noqa: B018 - refuses options that contradict each other
+        self._check_adapters(self.columns)  # `columns` refuses options that contradict each other
         # Refuses a wrong option of the engine before the rows are read.
         Config(self.model, **{name: value for name, value in self.engine.items() if name != "data_parallel_size"})
         if self.restart and self.dry_run:
             raise ValueError("restart deletes the output, and dry_run changes nothing; leave one of them out")
         if self.estimate and (not self.dry_run or self.preflight == "off"):
             raise ValueError('estimate needs dry_run (--dry-run), and a preflight other than "off"')
+
+    def _check_adapters(self, columns: Columns) -> None:
+        if not self.adapters:
+            return
+        if self.is_deterministic:
+            raise ValueError(
+                "a deterministic job takes no adapters (--adapter), because its manifest has no hash of them; leave "
+                "one out, or run a merged model"
+            )
+        if self.engine.get("enable_lora") is False:
+            raise ValueError("adapters need enable_lora (--enable-lora); leave out --no-enable-lora")
+        if columns.given and self.adapter_column is None:
+            raise ValueError(
+                "rows of named columns have an adapter only if adapter_column (--adapter-column) names its column"
+            )
 
 
 @dataclass(frozen=True)

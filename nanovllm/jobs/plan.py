@@ -55,6 +55,7 @@ def in_windows(
     prompt_of: Callable[[T], Any],
     first_rows: int = _ROWS_OF_FIRST_WINDOW,
     max_num_rows: int = ROWS_OF_WINDOW,
+    group_of: Callable[[T], str] = lambda row: "",
 ) -> Iterator[T]:
     """The rows, sorted by how their prompts begin, window by window.
 
@@ -68,8 +69,9 @@ def in_windows(
         prompt_of: a row's prompt: a string, a list of token ids, or a dict with a conversation.
         first_rows: rows of the first window.
         max_num_rows: maximum for every window.
+        group_of: a row's group. Rows of different groups share no keys, so a window has one group after the other.
     """
-    sized = ((row, size_of(row), beginning(prompt_of(row))) for row in rows)
+    sized = ((row, size_of(row), (group_of(row), beginning(prompt_of(row)))) for row in rows)
     window = _Window[T](min(first_rows, max_num_rows))
     window.read(sized, window.max_num_rows)
     while window.rows:

@@ -1,11 +1,14 @@
 """The parameters of a job's rows."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
-from nanovllm import PoolingParams, SamplingParams
+from nanovllm import LoRARequest, PoolingParams, SamplingParams
+from nanovllm.jobs.adapters import check_known
 from nanovllm.jobs.columns import LABELS_ADVICE, POOLING_KEYS, Columns
 from nanovllm.jobs.errors import JobError
 from nanovllm.jobs.fields import kept_if_short
@@ -24,13 +27,22 @@ class RowParams:
         params: the job's parameters; see JobOptions.
         seed: the job's seed.
         columns: the columns that make the rows.
+        adapters: the job's adapters by name.
 
     Raises:
         TypeError, ValueError: the job's parameters are wrong.
         JobError: later, a row needs a library that is not installed: no row is at fault.
     """
 
-    def __init__(self, recommended: SamplingParams, params: dict[str, Any], seed: int, columns: Columns):
+    def __init__(
+        self,
+        recommended: SamplingParams,
+        params: dict[str, Any],
+        seed: int,
+        columns: Columns,
+        adapters: Mapping[str, LoRARequest] = MappingProxyType({}),
+    ):
+        self.adapters = adapters
         values = {each.name: getattr(recommended, each.name) for each in fields(recommended)}
         self._base = {kind: values | OPENAI_DEFAULTS.get(kind, {}) for kind in TEXT_KINDS}
         self._seed, self._columns = seed, columns
@@ -40,10 +52,12 @@ class RowParams:
         self._has_llguidance = find_spec("llguidance") is not None
 
     def parse(self, number: int, line: bytes) -> JobRow:
-        """Parses a line as a row, which is also an error row if its parameters do not fit the job's."""
+        """Parses a line as a row, which is also an error row if its parameters do not fit the job's, or the job lacks
+        its adapter."""
         row = parse_row(number, line, self._columns)
         if row.error is None:
             try:
+                row = self._with_adapter(row)
                 self._of(row)
             except (TypeError, ValueError) as problem:
                 return replace(row, error=str(problem))
@@ -57,6 +71,10 @@ class RowParams:
             return params
         return with_seed(params, row_seed(self._seed, row.id))
 
+    def adapter_of(self, row: JobRow) -> LoRARequest | None:
+        """The adapter of a row without an error."""
+        return None if row.adapter is None else self.adapters[row.adapter]
+
     def dimensions(self, row: JobRow) -> int | None:
         """The length of the embedding of a row without an error; None: the model's."""
         params = self._of(row)
@@ -68,6 +86,15 @@ class RowParams:
         if isinstance(params, PoolingParams):
             return 0
         return params.n * (maximum if params.max_tokens is None else min(params.max_tokens, maximum))
+
+    def _with_adapter(self, row: JobRow) -> JobRow:
+        check_known(row.adapter, self.adapters)
+        if row.model not in self.adapters:
+            return row
+        # vLLM's server takes the name of an adapter as that of a model.
+        if row.adapter not in (None, row.model):
+            raise ValueError(f'"adapter" is {row.adapter!r}, and "model" is the adapter {row.model!r}; leave one out')
+        return replace(row, adapter=row.model)
 
     def _check_params(self, task: str) -> None:
         """Raises if the job's parameters are wrong: no row is at fault."""

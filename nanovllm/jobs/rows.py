@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 from nanovllm import SamplingParams
+from nanovllm.jobs.adapters import adapter_name
 from nanovllm.jobs.columns import KEYS, OPENAI_KEYS, POOLING_KEYS, PROMPTS, Columns, kind_of_task
 from nanovllm.jobs.fields import (
     MAX_BYTES_OF_LINE,
@@ -42,6 +43,7 @@ _MEANT = {
     **dict.fromkeys(("key", "uid", "uuid", "row_id", "request_id", "index"), "id"),
     **dict.fromkeys(("tools", "documents", "chat_template"), 'put it into "chat_template_kwargs"'),
     "model": "a job has one model; leave it out",
+    **dict.fromkeys(("lora", "lora_name", "lora_request", "lora_adapter"), "adapter"),
 }
 _MEANT_WITH_TASK = {**dict.fromkeys(_PARAMETERS, NOTHING_IS_GENERATED), **_MEANT, "document": "prompt"}
 _NO_PROMPTS = (*PROMPTS, "text", "input", "chat_template_kwargs", "chat_template", "tools")
@@ -74,6 +76,7 @@ class JobRow:
         is_numbered: its id is its number, because it has none.
         data: JSON for the data columns, without braces, if the output gets rows as they finish.
         is_base64: its embedding is to be base64.
+        adapter: the name of its adapter, or None.
     """
 
     number: int
@@ -86,6 +89,7 @@ class JobRow:
     is_numbered: bool = False
     data: bytes = b""
     is_base64: bool = False
+    adapter: str | None = None
 
 
 class _Refused(ValueError):
@@ -118,12 +122,13 @@ def parse_row(number: int, line: bytes | str, columns: Columns = _NO_COLUMNS) ->
         else:
             row_id, id_problem = _id_of(value, "custom_id" if is_openai else columns.id_name)
         if columns.given:
-            request = Request(columns.prompt_of(given), {}, None)
+            adapter = None if columns.adapter_column is None else adapter_name(given.get(columns.adapter_column))
+            request = Request(columns.prompt_of(given), {}, None, adapter=adapter)
         elif kind in OPENAI_KINDS:
             request = request_of(given, cast(OpenAIKind, kind))
         else:
             kind = kind_of_task(given.get("task", columns.task))
-            request = _plain(given, kind)
+            request = _plain(given, kind)._replace(adapter=adapter_name(given.get("adapter")))
         if id_problem is not None:
             raise ValueError(id_problem)
         if request.params and kind in TEXT_KINDS and (complaint := _complaint(json.dumps(request.params))) is not None:
@@ -135,8 +140,8 @@ def parse_row(number: int, line: bytes | str, columns: Columns = _NO_COLUMNS) ->
         if len(error) > _MAX_ERROR_CHARACTERS:  # errors show values, which may be as long as the line
             error = error[: _MAX_ERROR_CHARACTERS - 1] + "…"
         return JobRow(number, row_id, None, {}, kind, error, is_numbered=is_numbered)
-    prompt, params, model, is_base64 = request
-    return JobRow(number, row_id, prompt, params, kind, None, model, is_numbered, is_base64=is_base64)
+    prompt, params, model, is_base64, adapter = request
+    return JobRow(number, row_id, prompt, params, kind, None, model, is_numbered, is_base64=is_base64, adapter=adapter)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from operator import itemgetter
 from typing import Any
 
@@ -73,7 +74,9 @@ class RowsRun:
         tail_began = time.monotonic() if num_before >= before_tail else None
         with self._stopping_at_signals():
             prompts = self._prompts(running, given, progress)
-            outputs = llm.generate_iter(prompts, iter(given.popleft, None), ordered=False)
+            outputs = llm.generate_iter(
+                prompts, iter(given.popleft, None), ordered=False, lora_request=self._lora_request(running)
+            )
             for output in outputs:
                 row, params = running.pop(output.prompt_index)
                 self._take(row, params, output)
@@ -86,6 +89,14 @@ class RowsRun:
             self._results.write()
         if tail_began is not None:
             self.tail_seconds = time.monotonic() - tail_began
+
+    def _lora_request(self, running: _Running) -> Any:
+        """The adapter of all rows, which the LLM can merge into its weights; or an iterator with that of each row. The
+        LLM takes a row's adapter after its prompt and before its output."""
+        index = self._index
+        if len(index.adapters) > 1:
+            return (index.params.adapter_of(running[number][0]) for number in count())
+        return next((index.params.adapters[name] for name in index.adapters if name is not None), None)
 
     def _prompts(self, running: _Running, given: deque[Any], progress: Progress) -> Iterator[Any]:
         """Yields the prompts as the LLM asks for them; the LLM takes a prompt's parameters right after the prompt. Rows
@@ -111,7 +122,13 @@ class RowsRun:
         rest = (number for number in range(len(index)) if number not in results and number not in is_early)
         for number in early:
             yield index.read(number)[0]
-        for row, _ in in_windows(map(index.read, rest), itemgetter(1), lambda read: read[0].prompt):
+        planned = in_windows(
+            map(index.read, rest),
+            size_of=itemgetter(1),
+            prompt_of=lambda read: read[0].prompt,
+            group_of=lambda read: read[0].adapter or "",
+        )
+        for row, _ in planned:
             yield row
 
     def _take(self, row: JobRow, params: _Params | None, output: RequestOutput | PoolingRequestOutput | None) -> None:

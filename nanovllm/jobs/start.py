@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm import LLM, Preflight
+from nanovllm import LLM, Config, Preflight
+from nanovllm.jobs.adapters import requests_of
 from nanovllm.jobs.index import Index
 from nanovllm.jobs.options import JobOptions
 from nanovllm.jobs.row_params import RowParams
@@ -22,6 +23,10 @@ def make_llm(model: str, *, data_parallel_size: int | None = None, **engine: Any
 def started_llm(options: JobOptions, index: Index, make_llm: Callable[..., LLM | Replicas]) -> LLM | Replicas:
     """The LLM that runs the rows of a job."""
     engine = {**options.engine, "seed": options.seed}
+    if options.adapters:
+        engine["enable_lora"] = True
+        if engine.get("max_loras") is None:
+            engine["max_loras"] = min(len(options.adapters), Config.max_loras)
     # Without an LM head, the weights and the KV cache take less memory.
     if index.kinds <= KINDS_WITHOUT_LM_HEAD and not (engine.get("runner") or engine.get("task")):
         engine["runner"] = "pooling"
@@ -39,7 +44,8 @@ def preflight_of(options: JobOptions) -> Preflight:
 
 
 def index_of(options: JobOptions, lines: Files, preflight: Preflight) -> Index:
-    """A job's rows; see Index."""
+    """A job's rows; see Index. Raises a JobError if an adapter cannot be read."""
     recommended = preflight.get_default_sampling_params()
-    params = RowParams(recommended, options.params, options.seed, options.columns)
+    adapters = requests_of(options.adapters)
+    params = RowParams(recommended, options.params, options.seed, options.columns, adapters)
     return Index(lines, params, preflight.max_model_len, with_data=options.output == "-")

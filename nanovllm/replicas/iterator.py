@@ -4,10 +4,11 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+from nanovllm.lora import LoRARequest
 from nanovllm.outputs import CompletionOutput, ErrorSummary, RequestOutput, keep_outputs
 from nanovllm.pooling_outputs import PooledOutput, PoolingRequestOutput
 from nanovllm.pooling_params import PoolingParams, RowParams
@@ -33,6 +34,7 @@ class _Request:
     number: int
     prompt: Any
     params: RowParams
+    adapter: LoRARequest | None = None
     num_deaths: int = 0  # of processes that had not finished it
 
 
@@ -51,6 +53,7 @@ class _Share:
 
 
 _Output = RequestOutput | PoolingRequestOutput
+_Row = tuple[Any, RowParams, LoRARequest | None]
 
 
 class ReplicaIterator(Iterator[_Output]):
@@ -63,11 +66,12 @@ class ReplicaIterator(Iterator[_Output]):
     Args:
         pool: the replicas.
         call: this call's number.
-        source: prompts with their parameters; see RowStream.
+        source: prompts with their parameters and adapters; None while there is no prompt.
+        is_mixed: whether prompts may have different adapters.
     """
 
-    def __init__(self, pool: ReplicaPool, call: int, source: Iterator[tuple[Any, RowParams] | None]):
-        self._pool, self._call, self._source = pool, call, source
+    def __init__(self, pool: ReplicaPool, call: int, source: Iterator[_Row | None], is_mixed: bool):
+        self._pool, self._call, self._source, self._is_mixed = pool, call, source, is_mixed
         self._shares: dict[ReplicaProcess, _Share] = {process: _Share() for process in pool.processes}
         self._num_read = self._num_deaths = 0
         self._max_num_completions = 1  # that a request of this call has
@@ -168,8 +172,8 @@ class ReplicaIterator(Iterator[_Output]):
                 if process.max_num_seqs and not process.has_ended and (requests := self._requests_for(process, share)):
                     share.requests.update((request.number, request) for request in requests)
                     share.is_in_call = True
-                    given = [(request.number, request.prompt, request.params) for request in requests]
-                    process.send("requests", self._call, given)
+                    given = [(each.number, each.prompt, each.params, each.adapter) for each in requests]
+                    process.send("requests", self._call, given, self._is_mixed)
                     has_given = True
                     break
 
@@ -199,10 +203,10 @@ class ReplicaIterator(Iterator[_Output]):
 
     def _read(self, num: int) -> list[_Request]:
         requests: list[_Request] = []
-        for pair in islice(self._source, num):
-            if pair is None:  # none is ready yet
+        for row in islice(self._source, num):
+            if row is None:  # none is ready yet
                 return requests
-            requests.append(_Request(self._num_read, *pair))
+            requests.append(_Request(self._num_read, *row))
             self._num_read += 1
             self._max_num_completions = max(self._max_num_completions, requests[-1].params.n)
         self._is_exhausted = len(requests) < num
@@ -253,4 +257,5 @@ def _error_row(request: _Request, error: str) -> _Output:
         nothing = PooledOutput(params.task or "embed")
         return PoolingRequestOutput(str(number), text, [], nothing, error=error, prompt_index=number)
     completions = [CompletionOutput(0, "", [], "error")]
-    return RequestOutput(str(number), text, [], completions, error=error, prompt_index=number)
+    output = RequestOutput(str(number), text, [], completions, error=error, prompt_index=number)
+    return replace(output, lora_request=request.adapter)

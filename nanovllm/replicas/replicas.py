@@ -3,9 +3,12 @@
 import os
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.lora import LoRARequest, checked_adapter
 from nanovllm.pooling_params import PoolingParams, RowParams
 from nanovllm.prompts import as_prompt_list
 from nanovllm.replicas.iterator import ReplicaIterator
@@ -39,7 +42,8 @@ class Replicas:
         replica_module: str = "nanovllm.replicas.worker",
         **engine_options: Any,
     ):
-        self._pool = ReplicaPool(Config(os.fspath(model), **engine_options), data_parallel_size, replica_module)
+        self._config = Config(os.fspath(model), **engine_options)
+        self._pool = ReplicaPool(self._config, data_parallel_size, replica_module)
         self._num_calls = 0
         self._iterator: weakref.ref[ReplicaIterator] | None = None
 
@@ -49,17 +53,23 @@ class Replicas:
         sampling_params: RowParams | Iterable[RowParams],
         *,
         ordered: bool = False,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
     ) -> ReplicaIterator:
-        """Like LLM.generate_iter, but in no order: `prompt_index` and `request_id` are the prompt's number.
+        """Like LLM.generate_iter, but in no order: `prompt_index` and `request_id` are the prompt's number. Adapters
+        come from files, which each replica reads.
 
         Requests of a replica that dies run again in another process. See ReplicaIterator.
 
         Raises:
-            ValueError: `ordered` is True.
+            TypeError, ValueError: `ordered` is True, or an adapter that LLM.generate_iter refuses.
             RuntimeError: the replicas are closed or have failed, or their last iterator has not finished.
         """
         if ordered:
             raise ValueError("replicas give results as they finish; leave ordered=False and sort by prompt_index")
+        is_per_row = isinstance(lora_request, Iterable) and not isinstance(lora_request, str)
+        if lora_request is not None and not self._config.enable_lora:
+            raise ValueError("lora_request needs Replicas(enable_lora=True)")
+        adapters = iter(lora_request) if is_per_row else repeat(checked_adapter(lora_request))  # type: ignore[arg-type]
         self._pool.check()
         before = self._iterator() if self._iterator is not None else None
         if before is not None and before.is_open:
@@ -69,7 +79,8 @@ class Replicas:
                 self._pool.replace(process)
         self._num_calls += 1
         source = iter(prompts if isinstance(prompts, Iterator) else as_prompt_list(prompts))
-        iterator = ReplicaIterator(self._pool, self._num_calls, with_params(source, sampling_params, (PoolingParams,)))
+        rows = _with_adapters(with_params(source, sampling_params, (PoolingParams,)), adapters)
+        iterator = ReplicaIterator(self._pool, self._num_calls, rows, is_per_row)
         self._iterator = weakref.ref(iterator)
         return iterator
 
@@ -95,3 +106,24 @@ class Replicas:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _with_adapters(pairs: Iterator[Any], adapters: Iterator[LoRARequest | None]) -> Iterator[Any]:
+    """Adds an adapter to each prompt and its parameters, and passes None on."""
+    for pair in pairs:
+        if pair is None:
+            yield None
+            continue
+        try:
+            request = checked_adapter(next(adapters))
+        except StopIteration:
+            raise ValueError("lora_request ended before the prompts did; give one for all, or one per prompt") from None
+        if request is not None and request.tensors is not None:
+            raise ValueError(f"replicas read adapters from files; adapter {request.lora_name!r} needs a lora_path")
+        yield *pair, _with_absolute_path(request)
+
+
+def _with_absolute_path(request: LoRARequest | None) -> LoRARequest | None:
+    """The same adapter for a process in another directory."""
+    path = "" if request is None else os.path.abspath(os.path.expanduser(request.lora_path))
+    return replace(request, lora_path=path) if request is not None and os.path.isdir(path) else request

@@ -1,8 +1,9 @@
 """One replica of a model, as a process of its own: an LLM that completes the prompts from a socket.
 
-`ReplicaPool` starts it. The parent sends ("requests", call, [(number, prompt, parameters), …]), then ("end", call),
-("drain", call) or ("abort", call); and ("close", 0). The answers are ("output", call, a row's output, metrics), where
-metrics are usually None, and at last ("done", call, metrics).
+`ReplicaPool` starts it. The parent sends ("requests", call, [(number, prompt, parameters, adapter), …], is_mixed), then
+("end", call), ("drain", call) or ("abort", call); and ("close", 0). Without is_mixed, all requests have the same
+adapter or none. The answers are ("output", call, a row's output, metrics), where metrics are usually None, and at last
+("done", call, metrics).
 """
 
 import logging
@@ -12,12 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import count, repeat
 from queue import SimpleQueue
 from typing import Any
 
 from nanovllm.child_processes import serve
 from nanovllm.llm import LLM
+from nanovllm.lora import LoRARequest
 from nanovllm.pooling_params import RowParams
 from nanovllm.prompts import NOT_YET
 
@@ -29,8 +31,8 @@ _SECONDS_BETWEEN_METRICS = 0.2
 dumps, loads = pickle.dumps, pickle.loads
 
 
-# A request's number in the parent's call, its prompt and its parameters.
-_Request = tuple[int, Any, RowParams]
+# A request's number in the parent's call, its prompt, its parameters and its adapter.
+_Request = tuple[int, Any, RowParams, LoRARequest | None]
 
 
 class _Aborted(Exception):
@@ -40,7 +42,9 @@ class _Aborted(Exception):
 class _Call:
     """One generate_iter over the requests that come while it runs."""
 
-    def __init__(self, number: int, requests: list[_Request], inbox: "SimpleQueue[Any]", reply: Callable[[Any], None]):
+    def __init__(self, message: tuple[Any, ...], inbox: "SimpleQueue[Any]", reply: Callable[[Any], None]):
+        _, number, requests, self._is_mixed = message
+        self._adapters: deque[LoRARequest | None] = deque()  # as _params
         self._number, self._inbox, self._reply = number, inbox, reply
         self._waiting = deque(requests)
         self._running: dict[int, int] = {}  # the requests' numbers in the parent's call, by their numbers here
@@ -49,7 +53,11 @@ class _Call:
         self._said_at = time.monotonic()
 
     def run(self, llm: LLM) -> None:
-        outputs = llm.generate_iter(self._prompts(), iter(self._params.popleft, None), ordered=False)
+        of_all = self._waiting[0][-1]
+        try:
+            outputs = self._begin(llm, (self._adapters.popleft() for _ in repeat(None)) if self._is_mixed else of_all)
+        except ValueError:  # the adapter cannot be merged; given per row, it makes error rows that say why
+            outputs = self._begin(llm, repeat(of_all))
         try:
             for output in outputs:
                 number = self._running.pop(output.prompt_index)
@@ -61,6 +69,10 @@ class _Call:
             pass
         self._reply(("done", self._number, llm.metrics()))
 
+    def _begin(self, llm: LLM, lora_request: Any) -> Any:
+        params = iter(self._params.popleft, None)
+        return llm.generate_iter(self._prompts(), params, ordered=False, lora_request=lora_request)
+
     def _prompts(self) -> Iterator[Any]:
         """Yields prompts. It ends only when all requests have finished, because the parent's messages are read only
         here."""
@@ -70,8 +82,10 @@ class _Call:
             if self._is_draining:
                 return
             if self._waiting:
-                self._running[next(numbers)], prompt, params = self._waiting.popleft()
+                self._running[next(numbers)], prompt, params, adapter = self._waiting.popleft()
                 self._params.append(params)
+                if self._is_mixed:
+                    self._adapters.append(adapter)
                 yield prompt
             elif self._has_ended and not self._running:
                 return
@@ -113,7 +127,7 @@ def _run(inbox: "SimpleQueue[Any]", reply: Callable[[Any], None]) -> None:
         reply(("ready", provenance, llm.metrics(), llm.engine.runner.pids(), llm.engine.info.max_num_seqs))
         while (message := inbox.get())[0] != "close":
             if message[0] == "requests":  # other messages are for a call that is over
-                _Call(message[1], message[2], inbox, reply).run(llm)
+                _Call(message, inbox, reply).run(llm)
     os._exit(0)  # the parent waits; taking the interpreter down would take another second
 
 

@@ -1,15 +1,16 @@
-"""An LLM without a model, for jobs: completions are made of the prompt and the seed, and finish in a shuffled order."""
+"""An LLM without a model, for jobs: completions are made of the prompt, the seed and the adapter, and finish in a
+shuffled order."""
 
 import hashlib
 import json
 import random
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
 
-from nanovllm import CompletionOutput, PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
+from nanovllm import CompletionOutput, LoRARequest, PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
 from nanovllm.jobs.timeline import COUNTERS
 from nanovllm.pooling_outputs import PooledOutput
 
@@ -27,6 +28,8 @@ class FakeLLM:
 
     def __init__(self, model: str, **options: Any):
         self.options = options
+        self.lora_request: Any = None
+        self.adapters: dict[int, LoRARequest | None] = {}  # by the prompt's number
         self._metrics = dict.fromkeys(
             ("num_prompt_tokens", "num_output_tokens", *COUNTERS), 0
         )  # fmt: skip
@@ -49,13 +52,21 @@ class FakeLLM:
         }  # fmt: skip
 
     def generate_iter(
-        self, prompts: Iterator[Any], params: Iterator[SamplingParams], *, ordered: bool
+        self,
+        prompts: Iterator[Any],
+        params: Iterator[SamplingParams],
+        *,
+        ordered: bool,
+        lora_request: Any = None,
     ) -> "FakeIterator":
-        assert not ordered
+        assert not ordered and (lora_request is None or self.options["enable_lora"])
+        self.lora_request = lora_request
         return FakeIterator(self, prompts, params)
 
     def complete(self, number: int, prompt: Any, params: Any) -> RequestOutput | PoolingRequestOutput:
         name = json.dumps(prompt)
+        if (adapter := self.adapters.pop(number)) is not None:
+            name += f" with {adapter.lora_name}"
         self.made.append(name)
         if isinstance(params, PoolingParams):
             return pooled(number, name, params)
@@ -81,14 +92,18 @@ def pooled(number: int, name: str, params: PoolingParams) -> PoolingRequestOutpu
 
 class FakeIterator:
     def __init__(self, llm: FakeLLM, prompts: Iterator[Any], params: Iterator[SamplingParams]):
-        self._llm, self._source = llm, self._pairs(prompts, params)
+        self._llm, self._source = llm, self._pairs(llm, prompts, params)
         self._running: list[tuple[int, Any, SamplingParams]] = []
         self._rng, self._is_drained = random.Random(0), False
 
     @staticmethod
-    def _pairs(prompts, params):
+    def _pairs(llm, prompts, params):
+        given = llm.lora_request
+        adapters = repeat(given) if given is None or isinstance(given, LoRARequest) else given
         for number, prompt in enumerate(prompts):
-            yield number, prompt, next(params)
+            row = number, prompt, next(params)
+            llm.adapters[number] = next(adapters)
+            yield row
 
     def drain(self) -> None:
         """An eighth of the rows that were read runs."""

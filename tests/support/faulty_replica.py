@@ -7,18 +7,17 @@ import os
 import signal
 
 import nanovllm.replicas.worker
-from nanovllm.prompts import EncodedPrompt
 from nanovllm.row_stream import RowStream
 
 _add = RowStream._add
 
 
-def _die_of(self: RowStream, prompt: EncodedPrompt, params, predicates):
-    if os.environ["FATAL_TEXT"] in (prompt.text or ""):
+def _die_of(self: RowStream, row, adapter):
+    if os.environ["FATAL_TEXT"] in (row.prompt.text or ""):
         if os.environ.get("HOW") == "raises":
             raise MemoryError("the row is too large")
         os.kill(os.getpid(), signal.SIGKILL)
-    return _add(self, prompt, params, predicates)
+    return _add(self, row, adapter)
 
 
 if __name__ == "__main__":

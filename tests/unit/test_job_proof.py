@@ -57,10 +57,10 @@ class Alone(FakeLLM):
 
     sizes: list[int] = []
 
-    def generate_iter(self, prompts, params, *, ordered):
+    def generate_iter(self, prompts, params, **options):
         prompts = list(prompts)
         self.sizes.append(len(prompts))
-        return super().generate_iter(iter(prompts), params, ordered=ordered)
+        return super().generate_iter(iter(prompts), params, **options)
 
 
 @pytest.fixture
