@@ -3,12 +3,13 @@
 from types import SimpleNamespace
 from typing import Any
 
-from nanovllm.accepted import MERGE, UPDATE_WEIGHTS, missing_attribute
+from nanovllm.accepted import ADAPTERS, UPDATE_WEIGHTS, missing_attribute
+from nanovllm.lora import LoRARequest
 
 # Attributes of vLLM's engine that are missing here, by what to do instead.
 _REFUSED = {
     "llm.generate_iter() reads requests as they come": "add_request step abort_request",
-    MERGE: "add_lora list_loras remove_lora",
+    ADAPTERS: "add_lora list_loras pin_lora remove_lora",
     UPDATE_WEIGHTS: "collective_rpc named_parameters state_dict",
 }
 
@@ -29,8 +30,8 @@ class _TokenizerGroup:
     def __init__(self, tokenizer: Any):
         vars(self)["tokenizer"] = tokenizer
 
-    def get_lora_tokenizer(self, lora_request: None = None) -> Any:
-        return self.tokenizer
+    def get_lora_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
+        return self.tokenizer  # no adapter has tokens of its own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.tokenizer(*args, **kwargs)

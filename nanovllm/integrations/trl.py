@@ -3,22 +3,24 @@
     llm = LLM("Qwen/Qwen3-0.6B", gpu_memory_utilization=0.3, max_model_len=4096)
     trainer = GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=…, train_dataset=…, rollout_func=Rollout(llm))
 
-One process trains and generates; the LLM has memory of its own. This module does not import TRL.
+One process trains and generates; the LLM has memory of its own. If the trainer trains an adapter of peft, the LLM needs
+`enable_lora=True`: it then gets only the adapter, and its own weights stay the same. This module does not import TRL.
 """
 
 from itertools import groupby
 from typing import Any
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, LoRARequest, SamplingParams
 
 
 class Rollout:
-    """A `rollout_func`. Before it generates, it gives the LLM the trainer's weights, once per step of the optimizer.
+    """A `rollout_func`. Before it generates, it gives the LLM the trainer's weights, or the adapter that the trainer
+    trains, once per step of the optimizer.
 
     Temperature, filters, repetition penalty and length come from the trainer's GRPOConfig.
 
     Args:
-        llm: an LLM of the trainer's model, with its tokenizer and without an adapter.
+        llm: an LLM of the trainer's model, with its tokenizer.
         options: further arguments of SamplingParams, such as `stop_token_ids`.
     """
 
@@ -26,6 +28,7 @@ class Rollout:
         self.llm = llm
         self._options = options
         self._loaded_step: int | None = None
+        self._adapter: LoRARequest | None = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list]:
         """One completion per prompt; the trainer repeats a prompt for each completion that it wants.
@@ -39,7 +42,8 @@ class Rollout:
             completion's tokens in the distribution that they were drawn from.
 
         Raises:
-            ValueError: the trainer has tools or an adapter; a prompt cannot run; or `update_weights` refuses a tensor.
+            ValueError: the trainer has tools; it trains an adapter, and the LLM refuses it or lacks `enable_lora`; a
+                prompt cannot run; or `update_weights` refuses a tensor.
         """
         if getattr(trainer, "tools", None):
             raise ValueError("tools need the trainer's own generation; leave out tools or rollout_func")
@@ -61,8 +65,9 @@ class Rollout:
             return
         model = trainer.accelerator.unwrap_model(trainer.model)
         if hasattr(model, "peft_config"):
-            raise ValueError("the LLM takes whole weights; train without peft_config")
-        self.llm.update_weights(model.named_parameters())
+            self._adapter = _adapter_of(model)
+        else:
+            self.llm.update_weights(model.named_parameters())
         self._loaded_step = trainer.state.global_step
 
     def _params(self, args: Any, num_completions: int) -> SamplingParams:
@@ -82,7 +87,19 @@ class Rollout:
         )
 
     def _generate(self, prompts: list[Any], params: list[SamplingParams], trainer: Any) -> list[Any]:
+        how: dict[str, Any] = {"use_tqdm": False, "raise_on_error": True, "lora_request": self._adapter}
         if isinstance(prompts[0], str):
-            return self.llm.generate(prompts, params, use_tqdm=False, raise_on_error=True)
+            return self.llm.generate(prompts, params, **how)
         template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
-        return self.llm.chat(prompts, params, chat_template_kwargs=template, use_tqdm=False, raise_on_error=True)
+        return self.llm.chat(prompts, params, chat_template_kwargs=template, **how)
+
+
+def _adapter_of(model: Any) -> LoRARequest:
+    """The active adapter of a PeftModel, with its present values. The optimizer changes these values, so each of its
+    steps needs a new LoRARequest."""
+    from peft import get_peft_model_state_dict  # slow to import
+
+    name = model.active_adapter
+    # Otherwise peft asks the hub, at each step, whether the vocabulary has changed.
+    tensors = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    return LoRARequest("policy", 1, tensors=tensors, config=model.peft_config[name].to_dict())

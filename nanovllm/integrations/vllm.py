@@ -34,6 +34,7 @@ from nanovllm import (
     LLM,
     CompletionOutput,
     Logprob,
+    LoRARequest,
     PoolingParams,
     PoolingRequestOutput,
     RequestOutput,
@@ -42,8 +43,8 @@ from nanovllm import (
 )
 from nanovllm.accepted import (
     ACCEPTED_OPTIONS,
+    ADAPTERS,
     CHOOSE,
-    MERGE,
     NO_TRANSFERS,
     RENAMED_OPTIONS,
     REPLICAS,
@@ -64,7 +65,6 @@ _OFFLINE = "llm.generate() takes all prompts at once, and llm.generate_iter() gi
 REFUSED_CLASSES = {
     _OFFLINE: "AsyncLLM AsyncLLMEngine LLMEngine",
     CHOOSE: "BeamSearchParams",
-    MERGE: "LoRARequest",
     UPDATE_WEIGHTS: "Worker",
     NO_TRANSFERS: "KVTransferConfig",
     "LLM takes each option as a keyword": "ModelConfig VllmConfig",
@@ -73,7 +73,7 @@ REFUSED_CLASSES = {
 REFUSED_IMPORTS = {
     TEXT_ONLY: "vllm.assets vllm.multimodal",
     "nanovllm serves no API; `nanovllm run-batch` answers the requests of a file": "vllm.entrypoints",
-    MERGE: "vllm.lora",
+    ADAPTERS: "vllm.lora",
     "SamplingParams(logits_processors=[…]) takes functions": "vllm.v1.sample",
     "use SamplingParams(structured_outputs=StructuredOutputsParams(…))": "vllm.model_executor.guided_decoding",
     UPDATE_WEIGHTS: "vllm.model_executor",
@@ -125,7 +125,7 @@ _OPTIONS: dict[str, Any] = {
     **{name: parameter.default for name, parameter in _PARAMETERS.items()},
     **dict.fromkeys([*RENAMED_OPTIONS, *ACCEPTED_OPTIONS]),
     "model": "Qwen/Qwen3-0.6B",
-    **dict(pipeline_parallel_size=1, data_parallel_size=1, swap_space=4, trust_remote_code=False, enable_lora=False),
+    **dict(pipeline_parallel_size=1, data_parallel_size=1, swap_space=4, trust_remote_code=False),
 }
 _SHORT = dict(tensor_parallel_size="-tp", pipeline_parallel_size="-pp", quantization="-q", compilation_config="-O")
 # How the names of switches begin, among the options that accept any value.
@@ -279,7 +279,7 @@ _VALUES: dict[str, Any] = {
     **{name: IntEnum(name, members, start=0, module=__name__) for name, members in _ENUMS.items()},
     **{each.__name__: each for each in (
         LLM, SamplingParams, StructuredOutputsParams, RequestOutput, CompletionOutput, RequestMetrics, Logprob,
-        PoolingParams, PoolingRequestOutput, TextPrompt, TokensPrompt, EngineArgs, FlexibleArgumentParser,
+        LoRARequest, PoolingParams, PoolingRequestOutput, TextPrompt, TokensPrompt, EngineArgs, FlexibleArgumentParser,
         CompilationConfig, Counter, get_tokenizer, init_logger, print_embeddings, set_random_seed,
     )},
     **dict.fromkeys(_POOLED_REQUESTS.split(), PoolingRequestOutput),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.harness_texts import OPTIONS, SUM, WORD
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, LoRARequest, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.integrations.trl import Rollout
 
@@ -71,9 +71,72 @@ def test_what_the_llm_cannot_follow_is_refused(llm, trainer):
     trainer.tools = [len]
     with pytest.raises(ValueError, match="tools"):
         Rollout(llm)([SUM], trainer)
-    trainer.tools, trainer.model.peft_config = None, {}
-    with pytest.raises(ValueError, match="without peft_config"):
-        Rollout(llm)([SUM], trainer)
+
+
+@pytest.fixture
+def with_adapter(trainer):
+    """The trainer trains an adapter of peft, beside one that is not active."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base = transformers.AutoModelForCausalLM.from_pretrained(MODEL_DIRECTORY, dtype=torch.float32)
+    configs = [peft.LoraConfig(r=rank, lora_alpha=5, target_modules=["q_proj", "o_proj"]) for rank in (3, 2)]
+    trainer.model = peft.get_peft_model(base, configs[0], adapter_name="policy")
+    trainer.model.add_adapter("reference", configs[1])
+    return trainer
+
+
+class FakeAdapters:
+    """Takes the place of the runner's: the values that each merge brought, by name."""
+
+    def __init__(self, llm: LLM):
+        self.merged: list[dict[str, torch.Tensor]] = []
+        self.requests: list[LoRARequest] = []
+        llm.engine.runner.set_adapter = self.set_adapter  # type: ignore[method-assign]
+
+    def set_adapter(self, slot: int, request: LoRARequest) -> None:
+        assert slot == 0
+        self.requests.append(request)
+        self.merged.append({name: tensor.clone() for name, tensor in request.tensors.items()})
+
+
+@pytest.mark.parametrize("prompts", [[SUM, WORD], list(MESSAGES)], ids=["texts", "conversations"])
+def test_an_adapter_that_is_trained_is_merged_once_per_step_and_the_weights_stay(with_adapter, monkeypatch, prompts):
+    monkeypatch.setattr(LLM, "update_weights", lambda *_: pytest.fail("the weights must stay"))
+    with LLM(str(MODEL_DIRECTORY), **OPTIONS, enable_lora=True) as llm:
+        fake, rollout, trained = FakeAdapters(llm), Rollout(llm), with_adapter.model
+        for step in (0, 0, 1, 1):
+            if step != with_adapter.state.global_step:
+                with torch.no_grad():
+                    [parameter.add_(1) for parameter in trained.parameters() if parameter.requires_grad]
+            with_adapter.state.global_step = step
+            rollout(prompts, with_adapter)
+    first, second = fake.merged  # of two steps
+    assert first.keys() == second.keys() and len(first) == 4 * trained.config.num_hidden_layers
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert first[name].shape[0] == 3 and fake.requests[0].config["lora_alpha"] == 5
+    assert fake.requests[0].config["peft_type"] == "LORA"
+    assert all((second[each] - first[each] >= 0.99).all() for each in first)
+
+
+@torch.no_grad()
+def test_log_probabilities_are_those_of_the_model_with_the_adapter(with_adapter):
+    model = with_adapter.model
+    with_adapter.args = SimpleNamespace(**{**vars(ARGS), "top_k": 0, "top_p": 1.0})
+    with LLM(str(MODEL_DIRECTORY), **OPTIONS, enable_lora=True) as llm:
+        rollout = Rollout(llm, ignore_eos=True)
+        for step in range(3):
+            with_adapter.state.global_step = step
+            [parameter.normal_(0, 0.2 * step) for parameter in model.parameters() if parameter.requires_grad]
+            for before, after, logprobs in zip(*rollout([SUM, WORD], with_adapter).values(), strict=True):
+                logits = model(torch.tensor([before + after])).logits[0, len(before) - 1 : -1].float()
+                scores = (logits / ARGS.temperature).log_softmax(-1)
+                expected = scores.gather(1, torch.tensor([after]).T)[:, 0]
+                assert (expected - torch.tensor(logprobs)).abs().max() < 1e-3
+
+
+def test_an_adapter_needs_an_llm_that_takes_adapters(llm, with_adapter):
+    with pytest.raises(ValueError, match=r"lora_request needs LLM\(enable_lora=True\)"):
+        Rollout(llm)([SUM], with_adapter)
+    assert llm.updates == []
 
 
 def test_the_trainer_and_the_llm_agree_on_log_probabilities_as_they_learn(tmp_path):

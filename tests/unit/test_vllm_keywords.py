@@ -9,15 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanovllm import LLM, Config, PoolingParams, SamplingParams, StructuredOutputsParams
+from nanovllm import LLM, Config, LoRARequest, PoolingParams, SamplingParams, StructuredOutputsParams
 from nanovllm.accepted import (
     ACCEPTED_ARGUMENTS,
     ACCEPTED_BY_RESET,
+    ACCEPTED_LORA,
     ACCEPTED_OPTIONS,
     ACCEPTED_PARAMETERS,
     ACCEPTED_POOLING,
     ACCEPTED_STRUCTURED_OUTPUTS,
     RENAMED_ARGUMENTS,
+    RENAMED_LORA,
     RENAMED_OPTIONS,
     RENAMED_PARAMETERS,
     RENAMED_POOLING,
@@ -194,7 +196,12 @@ def test_attributes_of_the_engine_are_read_only_and_lead_to_what_to_do(llm):
     with pytest.raises(AttributeError, match=r"no add_request; llm.generate_iter\(\) reads requests as they come"):
         engine.add_request("0", "Hi", GREEDY)
     del llm.llm_engine.model_executor
-    assert hasattr(llm.llm_engine, "model_executor") and not hasattr(engine, "add_lora")
+    assert hasattr(llm.llm_engine, "model_executor")
+    for name in ("add_lora", "list_loras", "pin_lora", "remove_lora"):
+        with pytest.raises(AttributeError, match=rf"no {name}; pass a LoRARequest as lora_request to a call; see docs"):
+            getattr(engine, name)
+    request = LoRARequest("a", 1, "a")
+    assert engine.get_tokenizer_group().get_lora_tokenizer(request) is llm.get_tokenizer()
 
 
 def test_another_tokenizer_takes_effect_from_the_next_call_on(tmp_path):
@@ -229,8 +236,10 @@ def test_tags_of_wake_up_are_checked(llm):
 
 
 def test_arguments_that_ask_for_more_are_refused(llm):
-    with pytest.raises(ValueError, match=r"^lora_request cannot be 'x'; merge the adapter"):
+    with pytest.raises(TypeError, match=r"^lora_request must be a LoRARequest, or a list .*, not 'x'"):
         llm.generate("Hi", GREEDY, lora_request="x")
+    with pytest.raises(ValueError, match=r"lora_request needs LLM\(enable_lora=True\)"):
+        llm.generate("Hi", GREEDY, lora_request=LoRARequest("a", 1, "a"))
     with pytest.raises(TypeError, match="unknown argument 'sampling_param'; did you mean sampling_params"):
         llm.generate("Hi", sampling_param=GREEDY)
     with pytest.raises(TypeError, match="prompts is given twice"):
@@ -320,7 +329,9 @@ def test_the_page_has_each_keyword_with_its_values_and_reason():
     expected += [f"| `{theirs}` | `{ours}` |" for theirs, ours in RENAMED_POOLING.items()]
     expected += rows_of_page(ACCEPTED_POOLING, True) + rows_of_page(ACCEPTED_POOLING, False)
     expected += [f"| `{theirs}` | `{ours}` |" for theirs, ours in RENAMED_ARGUMENTS.items()]
-    for table in (ACCEPTED_ARGUMENTS, ACCEPTED_BY_RESET):
+    expected += rows_of_page(ACCEPTED_ARGUMENTS, True) + rows_of_page(ACCEPTED_ARGUMENTS, False)
+    expected += [f"| `{theirs}` | `{ours}` |" for theirs, ours in RENAMED_LORA.items()]
+    for table in (ACCEPTED_LORA, ACCEPTED_BY_RESET):
         expected += rows_of_page(table, True) + rows_of_page(table, False)
     assert [line for line in page.splitlines() if line.startswith("| `")] == expected
 
@@ -340,10 +351,26 @@ def test_none_leaves_room_for_vllms_name_of_the_argument(llm, args, kwargs):
     with pytest.raises(TypeError, match="prompts is given twice"):
         llm.generate("Hi", prompt_token_ids=[1])
     with pytest.raises(TypeError, match=r"positional|unexpected"):
-        llm.generate("Hi", GREEDY, False, 4, lora_request=None)
+        llm.generate("Hi", GREEDY, False, None, 4, chat_template_content_format=None)
 
 
 @pytest.mark.parametrize("value", [None, np.False_, [None, None]], ids=str)
 def test_neutral_values_have_many_types(value):
-    assert ACCEPTED_OPTIONS["enable_lora"].takes(value)
-    assert not ACCEPTED_OPTIONS["enable_lora"].takes(np.True_)
+    assert ACCEPTED_OPTIONS["enable_prompt_adapter"].takes(value)
+    assert not ACCEPTED_OPTIONS["enable_prompt_adapter"].takes(np.True_)
+
+
+def test_a_lora_request_takes_vllms_arguments(caplog):
+    request = LoRARequest("a", 1, lora_local_path="x", base_model_name="y", load_inplace=True, long_lora_max_len=None)
+    assert (request.lora_name, request.lora_int_id, request.lora_path) == ("a", 1, "x")
+    (record,) = caplog.records
+    assert all(
+        f"{name} ({ACCEPTED_LORA[name].reason})" in record.getMessage() for name in ("base_model_name", "load_inplace")
+    )
+    with pytest.raises(TypeError, match="lora_path is given twice"):
+        LoRARequest("a", 1, "x", lora_local_path="y")
+    for name, value in (("long_lora_max_len", 4096), ("tensorizer_config_dict", {"a": 1})):
+        with pytest.raises(ValueError, match=f"^{name} cannot be .*; {re.escape(ACCEPTED_LORA[name].reason)}$"):
+            LoRARequest("a", 1, "x", **{name: value})
+    with pytest.raises(TypeError, match="unknown argument 'lora_pth'; did you mean lora_path"):
+        LoRARequest("a", 1, lora_pth="x")

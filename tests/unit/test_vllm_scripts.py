@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from support.long import long
+from support.lora_files import save_for_demo_model
 from support.model_factory import save_demo_classifier, save_demo_model, save_embedder_files
 from support.vllm_scripts import SCRIPTS, run_alone, run_here, vllm_names
 
 from nanovllm import LLM
 from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.runner.model_runner import ModelRunner
 
 QUESTIONS = {
     "What is 47 + 385?": "432",
@@ -253,14 +255,23 @@ def test_qwen3_reranker_answers_yes_or_no_after_the_texts_of_the_script(run):
     assert len(found) == 2 and found[0] == pytest.approx(yes, rel=1e-3) and 0 < yes < 1 and no == pytest.approx(1 - yes)
 
 
+def test_a_script_generates_with_its_adapter(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(ModelRunner, "set_adapter", lambda runner, *arguments: given.append(arguments), raising=False)
+    save_for_demo_model(tmp_path / "adapter")
+    assert run_here("lora_adapter", *MODEL, "--lora-path", tmp_path / "adapter") == "14\n"
+    assert [(slot, request.lora_name, str(request.lora_path)) for slot, request in given] == [
+        (0, "adapter", str(tmp_path / "adapter"))
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("lora_adapter", (*MODEL, "--lora-path", "adapter"), "enable_lora cannot be True; merge the adapter into"),
         ("async_engine", (MODEL_DIRECTORY,), r"no AsyncLLMEngine.from_engine_args; .*llm.generate_iter\(\) gives"),
         ("beam_search", MODEL, "LLM has no beam_search; ask for n completions"),
     ],
-    ids=["lora_adapter", "async_engine", "beam_search"],
+    ids=["async_engine", "beam_search"],
 )
 def test_a_script_that_cannot_run_says_what_to_do(run, name, arguments, message):
     with pytest.raises((ValueError, AttributeError, RuntimeError), match=message):
