@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.fp8_factory import LAYOUTS, quantized_copy
+from support.gpu_engines import skip_without
 from support.gpu_models import MODELS as FAMILY_MODELS
 from support.gpu_models import VOCAB_SIZE, save_gpu_model
 from support.long import long, some
@@ -351,8 +352,8 @@ def later_rows(out: torch.Tensor) -> torch.Tensor:
 def test_a_start_finds_products_that_depend_on_the_step(fault, enforce_eager, tmp_path, monkeypatch):
     model, multiply = MODELS["heads of 128"], LinearBase._multiply
 
-    def planted(layer: LinearBase, x: Any, bias: torch.Tensor | None) -> Any:
-        out = multiply(layer, x, bias)
+    def planted(layer: LinearBase, x: Any, bias: torch.Tensor | None, adapters: Any) -> Any:
+        out = multiply(layer, x, bias, adapters)
         return fault(out) if isinstance(out, torch.Tensor) else out
 
     directory = save(model, tmp_path)
@@ -362,6 +363,7 @@ def test_a_start_finds_products_that_depend_on_the_step(fault, enforce_eager, tm
 
 
 def test_several_gpus_are_refused(tmp_path):
+    skip_without(2)
     with pytest.raises(ValueError, match="deterministic=True was not tested on several GPUs"):
         LLM(save(MODELS["heads of 128"], tmp_path), tensor_parallel_size=2, **options_of(MODELS["heads of 128"]))
 
