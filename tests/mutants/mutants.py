@@ -43,7 +43,7 @@ _MUTANTS_OF_FILE = {
             "test_block_manager.py::test_a_match_needs_its_own_tokens_and_the_very_registration_before_it"),
         historic(
             "a block's hash does not cover what comes before it",
-            "self._block_hash(hashes[-1] if hashes else 0, ", "self._block_hash(0, ",
+            "parent = hashes[-1] if hashes else seq.adapter.version", "parent = seq.adapter.version",
             "test_block_manager.py::test_a_block_is_known_by_everything_before_it"),
         historic(
             "the front of a prefix is evicted first",
@@ -914,6 +914,12 @@ _MUTANTS_OF_FILE = {
     ],
     "parallel/worker.py": [
         planted(
+            "a rank changes before the others have checked",
+            "self._adapter = slot, self._runner.check_adapter(slot, received_adapter(sent))",
+            "self._adapter = slot, self._runner.check_adapter(slot, received_adapter(sent))\n"
+            "            self._runner.load_adapter(*self._adapter)",
+            "test_adapters_of_ranks.py::test_an_adapter_that_one_rank_refuses_no_rank_takes[1]"),
+        planted(
             "a rank does not compare its step with the driver's",
             "if fingerprint(step) != expected:", "if False:",
             "test_tensor_parallel.py::test_a_rank_that_goes_its_own_way_ends_the_run"),
@@ -1064,6 +1070,24 @@ _MUTANTS_OF_FILE = {
             "a row of zeros is divided by zero",
             "scales = x.abs().amax(1).float().clamp(min=_MIN_PEAK) / LARGEST",
             "scales = x.abs().amax(1).float() / LARGEST", "test_fp8.py::test_a_row_of_zeros_is_a_row_of_zeros[plain]"),
+    ],
+    "models/merge.py": [
+        historic(
+            "an adapter is added to the one before it",
+            "elif name in were_changed:", "elif False:",
+            "test_merged_adapters.py::test_after_20_switches_the_base_is_the_base_bit_for_bit[torch.float32]"),
+        planted(
+            "a layer that was unpacked before a failure stays unpacked",
+            "        self._changed.update(names)\n        if isinstance(module, Packable):\n"
+            "            module.unpack()\n",
+            "        if isinstance(module, Packable):\n            module.unpack()\n"
+            "        self._changed.update(names)\n",
+            "test_merged_adapters.py::test_after_a_failure_anywhere_the_next_switch_is_exact[unpack]"),
+        planted(
+            "a change is rounded before it is added",
+            "part.copy_(part.double().addmm_(of_part, a, alpha=change.scale))",
+            "part.add_((of_part @ a * change.scale).to(part.dtype))",
+            "test_adapters.py::test_a_sum_is_rounded_once[torch.bfloat16]"),
     ],
 }
 # fmt: on

@@ -24,6 +24,7 @@ from nanovllm.demo import MODEL_DIRECTORY
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 NOT_RUN = {
     "docs/integrations.md": [f"{name} is not installed" for name in ("lighteval", "trl", "mteb", "ray", "ray")],
+    "docs/lora.md": ["it needs a trainer's model"],
 }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.lora_files import save_for_demo_model
 from support.pages import BLOCKS, PAGES, ROOT, Block, blocks_of, prose_of, read
 
 import nanovllm
@@ -187,6 +188,8 @@ def check_job(words: list[str]) -> None:
     pytest.importorskip("pyarrow")
     pyarrow, _ = import_pyarrow("reviews.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["Good"], "stars": [5]}), "reviews.parquet")
+    for directory in re.findall(r"\w+=(\./[\w-]+)", " ".join(words)):
+        save_for_demo_model(directory)
     assert cli.main([*words, "--dry-run"]) == 0, words
 
 

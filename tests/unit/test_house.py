@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 
 VALUES = {
-    "accepted", "checks", "config", "logits_processors", "logprobs", "loglikelihood", "outputs", "pooling_outputs",
-    "pooling_params", "prompts", "recommended_sampling", "sampling_checks", "sampling_params", "structured_outputs",
-    "token_texts",
+    "accepted", "checks", "config", "logits_processors", "logprobs", "loglikelihood", "lora", "outputs",
+    "pooling_outputs", "pooling_params", "prompts", "recommended_sampling", "sampling_checks", "sampling_params",
+    "structured_outputs", "token_texts",
 }  # fmt: skip
 PROCESS = {"child_processes", "cpu_threads", "forks", "garbage_collector", "guard", "machine"}
 RUNS_STEPS = {"engine", "runner", "parallel"}
@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "parallel": {"runner", "models", "ops", "engine", "child_processes", "machine", *VALUES},
     "runner": {"models", "layers", "attention", "ops", "engine", "machine", *VALUES},
     "engine": {"guard", *VALUES},
-    "models": {"layers", "attention", "ops", "demo"},
+    "models": {"layers", "attention", "ops", "demo", "lora"},
     "layers": {"attention", "ops"},
     "attention": {"ops"},
     "ops": set(),
@@ -73,41 +73,46 @@ BUDGETS = {
     # back. Snapshots of recurrent states are planned, taken and found again. Sequences may pool instead of generating.
     # Weights have digests. Each step counts the rows that run and wait, and the blocks that they use. Wrong slots are
     # errors, a step has halves, and a row that shares keys of a broken one begins again.
-    ("engine",): 1545,
+    # Adapters have versions, places and a way to wait for a slot, and rows of different ones share no keys.
+    ("engine",): 1665,
     # Each of its files has imports and signatures of its own, in place of one class with 47 methods. A step has slots
     # and block tables per group of layers. Recurrent states have a budget, tensors and copies.
     # Steps pool hidden states, and without an LM head they have other sizes and another trial. A deterministic start
     # compares bits. Weights have digests. The cache may have canaries, and a step that ran out of memory runs again.
-    ("runner",): 1770,
+    # An adapter is read and checked, then merged or put into a slot. Entries have adapters, and steps with them have
+    # sizes of their own.
+    ("runner",): 1855,
     # Each family is a row with the defaults of its config.json, which is read field by field. Qwen3.5's second kind of
     # layer has projections whose rows checkpoints hold in several orders. A model has an LM head, a classification head
     # with its labels, or none, and the files of sentence-transformers say how it pools. A layer may leave its product
     # to its reader. Layers multiply row-invariantly if they are asked to. Each part of a checkpoint's tensor that a
-    # model holds has a sum, and ranks' sums make a digest.
-    ("models", "layers"): 2890,
+    # model holds has a sum, and ranks' sums make a digest. Adapters are read, checked field by field, merged into
+    # weights and taken out again; linear layers have room for others beside their weights.
+    ("models", "layers"): 3325,
     # Ranks meet by a deadline, and remove what a driver left that a signal ended. They send sums of their weights, and
-    # each has canaries of its own.
-    ("parallel",): 446,
+    # each has canaries of its own. A row's message has its adapter, and all ranks check an adapter before any changes.
+    ("parallel",): 496,
     # A row of one forward pass that kills replicas has an error row of its own class. Deterministic replicas must have
-    # the same weights, which are compared as each becomes ready.
-    ("replicas",): 523,
+    # the same weights, which are compared as each becomes ready. Each request carries its adapter.
+    ("replicas",): 564,
     # text/messages.py takes conversations as OpenAI's clients write them, in the form that each template reads. It
     # refuses images, videos and sounds that are attached to a message. text/chat_template.py finds what a template
     # leaves out, and text/tokenizer.py knows each token's bytes. text/load_tokenizer.py knows when transformers' auto
     # class, which is slow to import, is not needed. progress.py estimates how much of the running prompts is done.
-    ("llm", "progress", "completions", "row_stream", "text"): 1710,
-    # A third of it is the signatures of seven methods, whose keywords an editor completes.
-    ("one_pass", "pooled_rows"): 470,
+    # Each call has an adapter for all rows or one per row; rows wait for slots and are sorted by adapter.
+    ("llm", "progress", "completions", "row_stream", "text"): 1790,
+    # A third of it is the signatures of seven methods, whose keywords an editor completes; each takes adapters.
+    ("one_pass", "pooled_rows"): 490,
     # constraints.py says which construct of a regular expression llguidance cannot take, and what to do instead. A
     # call refuses structured outputs without llguidance.
     ("guides", "constraints"): 297,
     # Rows that do not depend on others have operations and attention of their own, on CPUs and on GPUs, where products
-    # are compared with the library's; digests and canaries have kernels.
-    ("ops", "attention"): 5545,
+    # are compared with the library's; digests and canaries have kernels, and so have the products of adapters.
+    ("ops", "attention"): 5696,
     # Half of it is the parameters and their checks; accepted.py has a line for each keyword of vLLM's. Parameters may
     # also be dicts, and the options describe themselves in LLM's help. Rows that pool have parameters and outputs too.
-    # Two options take vLLM's pooler_config and hf_overrides.
-    (*sorted(VALUES), "vllm_engine"): 1740,
+    # Two options take vLLM's pooler_config and hf_overrides. An adapter is named by a LoRARequest.
+    (*sorted(VALUES), "vllm_engine"): 1860,
     # A chat's row may have tools, documents and a template of its own, and its response_format is heeded or refused.
     # The command explains each option and each mistake, and counts the error rows of the whole job.
     # Data of any shape: named columns make rows, all others come through in two formats, and inputs are many files.
@@ -116,7 +121,8 @@ BUDGETS = {
     # job deletes a file that no run of it wrote.
     # The report may be a page: its style, its figures, and the timeline and lengths that they show.
     # Verify counts missing rows, sees rows that moved, and names a changed row's first token and the sample's seed.
-    ("jobs",): 3884,
+    # Rows of all formats may name an adapter; a resumed job must have the same ones.
+    ("jobs",): 4025,
 }
 MAX_FILE, MAX_FUNCTION = 300, 60
 LONG_FILES = {
@@ -136,6 +142,7 @@ LONG_FILES = {
     "runner/sequence_table.py": "the only maker of a Batch: what is sent, and what is made of it",
 }
 LONG_FUNCTIONS = {
+    "llm.py:__init__": "a line per option",
     "attention/hopper_attend.py:attend_all": "a kernel's loop, whose registers live from end to end",
     "attention/hopper_prompts.py:_attend_prompts_kernel": "a kernel that sets up the memory its three warps share",
     "attention/triton_prompts.py:_prefill_kernel": "a kernel: one loop over tiles of keys",
