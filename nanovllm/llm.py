@@ -216,7 +216,7 @@ class LLM(OnePass):
             if isinstance(sampling_params, list):
                 sampling_params = one_per_prompt(sampling_params, len(prompts), (PoolingParams,))
             if isinstance(lora_request, list | tuple):
-                lora_request = one_per_row(lora_request, len(prompts))
+                lora_request, _ = adapters_of_call(lora_request, len(prompts))
         pooled = self._pooled.splitting_special() if split_special_tokens else None
         source = with_params(iter(prompts), sampling_params, (PoolingParams,))
         return self._iterate(source, is_ordered, encode, pooled=pooled, lora_request=lora_request)

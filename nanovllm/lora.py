@@ -98,13 +98,13 @@ OneOrManyAdapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 def adapters_of_call(
-    given: Any, num_rows: int, max_loras: int
+    given: Any, num_rows: int, max_loras: int | None = None
 ) -> tuple[LoRARequest | Iterator[LoRARequest | None] | None, list[int] | None]:
     """The adapters of a call's rows.
 
     Returns:
         The adapter of all rows, or an iterator with one per row; and the order in which the rows should be read, or
-        None for their own. If there are more adapters than slots, those with the same adapter come together.
+        None for their own. If there are more adapters than `max_loras`, rows with the same one come together.
 
     Raises:
         TypeError, ValueError: as `one_per_row`.
@@ -116,7 +116,7 @@ def adapters_of_call(
     places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
     if len(places) <= 1:
         return next(iter(adapters), None), None
-    if len(places) <= max_loras:
+    if max_loras is None or len(places) <= max_loras:
         return iter(adapters), None
     rows = sorted(range(num_rows), key=lambda row: places[keys[row]])
     return iter([adapters[row] for row in rows]), rows

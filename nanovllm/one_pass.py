@@ -7,7 +7,7 @@ from typing import Any
 from nanovllm.accepted import ACCEPTED_ARGUMENTS, ACCEPTED_POOLING, RENAMED_POOLING
 from nanovllm.checks import boolean, takes_keywords
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.lora import LoRARequest, OneOrManyAdapters, one_per_row
+from nanovllm.lora import LoRARequest, OneOrManyAdapters, adapters_of_call
 from nanovllm.pooled_rows import PooledRows
 from nanovllm.pooling_outputs import PoolingRequestOutput
 from nanovllm.pooling_params import PoolingParams, pooling_params
@@ -100,7 +100,7 @@ class OnePass:
         if not isinstance(prompts, Iterator):
             prompts = as_prompt_list(prompts)
             if isinstance(lora_request, list | tuple):
-                lora_request = one_per_row(lora_request, len(prompts))
+                lora_request, _ = adapters_of_call(lora_request, len(prompts))
         source = iter(prompts)
         pairs = with_params(source, params, (PoolingParams,))
         is_ordered = boolean("ordered", ordered)

@@ -309,6 +309,27 @@ def test_float16_holds_factors_that_it_could_not_hold_as_they_are(one):
             assert sum(same) >= len(same) - 1
 
 
+def test_a_list_means_the_same_to_generate_and_generate_iter(one):
+    """All rows with one adapter: it is merged, whatever its rank. None alone needs no option."""
+    with LLM(one.directory, **{**OPTIONS, "max_lora_rank": 8}) as llm:
+        request, num_rows = one.request("b"), len(one.prompts)
+        assert llm.provenance()["enable_lora"] is True
+        for outputs in (
+            llm.generate(one.prompts, GREEDY, use_tqdm=False, lora_request=[request] * num_rows),
+            list(llm.generate_iter(one.prompts, GREEDY, lora_request=[request] * num_rows)),
+        ):
+            for index, output in enumerate(outputs):
+                one.check("b", index, output.token_ids)
+        alone = llm.embed(one.prompts, use_tqdm=False, lora_request=request)
+        iterated = list(llm.embed_iter(one.prompts, lora_request=[request] * num_rows))
+        assert all(np.allclose(a.embedding, b.embedding) for a, b in zip(alone, iterated, strict=True))
+    with LLM(one.directory, **{**OPTIONS, "enable_lora": False}) as llm:
+        outputs = llm.generate_iter(one.prompts, GREEDY, lora_request=[None] * num_rows)
+        for index, output in enumerate(outputs):
+            one.check(None, index, output.token_ids)
+        assert "enable_lora" not in llm.provenance()
+
+
 def test_a_digest_during_an_iteration_does_not_change_its_weights(one):
     """Between two rows nothing runs, but the iterator is open."""
     with LLM(one.directory, **OPTIONS) as llm:
