@@ -61,15 +61,6 @@ class LowRank(NamedTuple):
         return self.a.what
 
 
-def read_adapter(directory: Path) -> dict[str, LowRank]:
-    """`adapter_of` the files in a directory.
-
-    Raises:
-        ValueError: as `stored_adapter` and `adapter_of`.
-    """
-    return adapter_of(*stored_adapter(directory), str(directory))
-
-
 def stored_adapter(directory: Path) -> tuple[dict[str, Any], Tensors]:
     """The config and the tensors, by peft's names, in a directory.
 
@@ -214,12 +205,12 @@ def linear_layers(model: CausalLM) -> Iterator[tuple[str, nn.Module, dict[str, l
 
 
 def check_fits(
-    adapter: Mapping[str, LowRank], model: CausalLM, what: str, config: Mapping[str, Any] | None = None
+    adapter: Mapping[str, LowRank], model: CausalLM, what: str, config: Mapping[str, Any]
 ) -> dict[str, LowRank]:
     """Checks that each change is of a linear layer of a model. Leaves out changes of vision towers.
 
     Args:
-        config: peft's LoraConfig. If it is given, the layers that it lists must have tensors.
+        config: peft's LoraConfig. The layers that it lists must have tensors.
 
     Returns:
         The changes by the names of `loader.expected_tensors`, which lack the prefixes of wrapping models.
@@ -249,7 +240,7 @@ def check_fits(
         found[name] = change
     if not found:
         raise ValueError(f"{what} changes no linear layer of the text part")
-    _check_is_whole(found, model, config or {}, what)
+    _check_is_whole(found, model, config, what)
     return found
 
 

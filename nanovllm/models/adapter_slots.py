@@ -2,23 +2,19 @@
 
 from collections.abc import Iterator, Mapping
 from math import frexp
-from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.layers.adapters import AdapterSlots
 from nanovllm.layers.linear import LinearBase
+from nanovllm.models.adapter import LowRank
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import tensor_name
-
-if TYPE_CHECKING:
-    from nanovllm.models.adapter import LowRank
-
 
 _MERGE = "give it a call of its own, which merges it into the weights (not with weights in FP8 or deterministic=True)"
 
 
-def check_fits_beside(model: CausalLM, adapter: Mapping[str, "LowRank"], what: str) -> None:
+def check_fits_beside(model: CausalLM, adapter: Mapping[str, LowRank], what: str) -> None:
     """Checks that the slots of a model have room for an adapter that fits the model.
 
     Args:
@@ -35,7 +31,7 @@ def check_fits_beside(model: CausalLM, adapter: Mapping[str, "LowRank"], what: s
                 f"{what} changes {name}, which takes no adapter beside others (embeddings, LM heads, experts and their "
                 f"routers do not); {_MERGE}"
             )
-        rank, max_rank = change.a.shape[0], slots_of[name].max_rank
+        rank, max_rank = change.rank, slots_of[name].max_rank
         if rank > max_rank:
             raise ValueError(
                 f"{what} changes {name} with rank {rank}, but adapters beside each other have at most "
@@ -44,7 +40,7 @@ def check_fits_beside(model: CausalLM, adapter: Mapping[str, "LowRank"], what: s
 
 
 @torch.no_grad()
-def load_slot(model: CausalLM, slot: int, adapter: Mapping[str, "LowRank"]) -> None:
+def load_slot(model: CausalLM, slot: int, adapter: Mapping[str, LowRank]) -> None:
     """Loads an adapter that `check_fits_beside` has checked. It takes the place of the adapter in the slot, if any.
 
     Args:
@@ -57,7 +53,7 @@ def load_slot(model: CausalLM, slot: int, adapter: Mapping[str, "LowRank"]) -> N
     for name, slots, key in _parts(model):
         if name in adapter:
             change = adapter[name]
-            of_a, of_b = slots.factor_shards(slot, key, change.a.shape[0])
+            of_a, of_b = slots.factor_shards(slot, key, change.rank)
             scale = change.scale
             for factor, shards in ((change.a, [of_a]), (change.b, of_b)):
                 power = _power_of_two(factor.whole()) if of_a.target.dtype == torch.float16 else 1.0

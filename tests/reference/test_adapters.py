@@ -14,6 +14,7 @@ from support.adapters import (
     load_model,
     names_of,
     random_tensors,
+    read_adapter,
     save_peft_adapter,
     weights_of,
 )
@@ -23,7 +24,7 @@ from support.model_factory import read_tensors
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.lora import LoRARequest
-from nanovllm.models.adapter import check_fits, read_adapter
+from nanovllm.models.adapter import check_fits
 from nanovllm.models.loader import check_update, update_weights
 from nanovllm.models.merge import MergedWeights
 from nanovllm.models.tensors import given_tensors
@@ -85,7 +86,7 @@ def assert_merged_as_by_peft(family_model: tuple[Path, Any], directory: Path, **
     model = load_model(base)
     before, packed = weights_of(model), are_packed(model)
     merged = MergedWeights(model)
-    merged.merge(check_fits(read_adapter(directory), model, "it"))
+    merged.merge(check_fits(read_adapter(directory), model, "it", {}))
     found = weights_of(model)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
@@ -138,7 +139,7 @@ def test_a_sum_is_rounded_once(saved, tmp_path, dtype):
         expected[f"{layer}.weight"] = (weight.double() + 3 / 8 * (b @ a)).float().to(dtype)
     model, reference = load_model(base, dtype), load_model(base, dtype)
     update_weights(reference, check_update(reference, given_tensors(expected.items())))
-    MergedWeights(model).merge(check_fits(read_adapter(tmp_path), model, "it"))
+    MergedWeights(model).merge(check_fits(read_adapter(tmp_path), model, "it", {}))
     assert_same_bits(weights_of(model), weights_of(reference))
 
 

@@ -10,7 +10,7 @@ import torch
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.torch_backend import TorchAttention
 from nanovllm.layers.linear import Packable
-from nanovllm.models.adapter import LowRank, adapter_of, check_fits
+from nanovllm.models.adapter import LowRank, adapter_of, check_fits, stored_adapter
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_weights
 from nanovllm.models.read_config import load_model_config
@@ -75,6 +75,11 @@ def save_adapter(directory: Path, tensors: Tensors, config: dict[str, Any]) -> P
     write_tensors(directory, tensors, "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory
+
+
+def read_adapter(directory: Path) -> dict[str, LowRank]:
+    """The changes in the files of a directory."""
+    return adapter_of(*stored_adapter(directory), str(directory))
 
 
 def fitting(model: CausalLM, config: dict[str, Any], tensors: Tensors) -> dict[str, LowRank]:

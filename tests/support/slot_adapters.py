@@ -3,26 +3,18 @@
 import random
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.sequence import Adapter, Pooling
 from nanovllm.engine.sequence import Sequence as EngineSequence
+from nanovllm.models.adapter import LowRank
 from nanovllm.models.adapter_slots import check_fits_beside, load_slot
 from nanovllm.models.tensors import Given
 
 # Matrices that are not linear layers, or that take no adapter beside others.
 _WITHOUT_SLOTS = re.compile(r"norm|conv1d|\.experts\.|mlp\.gate\.|shared_expert_gate|embed_tokens|lm_head")
-
-
-class Change(NamedTuple):
-    """The change of one weight: scale × b @ a."""
-
-    a: Given
-    b: Given
-    scale: float
 
 
 def changed_names(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -32,7 +24,7 @@ def changed_names(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 def random_adapter(
     tensors: Mapping[str, torch.Tensor], names: Sequence[str], max_rank: int, seed: int, dtype=torch.float32
-) -> dict[str, Change]:
+) -> dict[str, LowRank]:
     """An adapter that changes these weights, each with a rank of its own, about as much as the weights are large."""
     generator, rng, adapter = torch.Generator().manual_seed(seed), random.Random(seed), {}
     for name in names:
@@ -40,17 +32,17 @@ def random_adapter(
         a, b = (
             torch.randn(*shape, generator=generator).to(dtype) for shape in ((rank, input_size), (output_size, rank))
         )
-        adapter[name] = Change(Given(f"A of {name}", a), Given(f"B of {name}", b), rng.uniform(0.1, 0.3) / rank**0.5)
+        adapter[name] = LowRank(Given(f"A of {name}", a), Given(f"B of {name}", b), rng.uniform(0.1, 0.3) / rank**0.5)
     return adapter
 
 
-def with_adapter(tensors: Mapping[str, torch.Tensor], adapter: Mapping[str, Change]) -> dict[str, torch.Tensor]:
+def with_adapter(tensors: Mapping[str, torch.Tensor], adapter: Mapping[str, LowRank]) -> dict[str, torch.Tensor]:
     """The weights with an adapter added, in float64."""
     added = {name: each.scale * (each.b.whole().double() @ each.a.whole().double()) for name, each in adapter.items()}
     return {name: tensor.double() + added.get(name, 0) for name, tensor in tensors.items()}
 
 
-def load_slots(llm: LLM, adapters: Sequence[Mapping[str, Change]]) -> None:
+def load_slots(llm: LLM, adapters: Sequence[Mapping[str, LowRank]]) -> None:
     """Loads adapters into the slots 1, 2, … of an LLM."""
     model = llm.engine.runner.program.model
     for slot, adapter in enumerate(adapters, 1):

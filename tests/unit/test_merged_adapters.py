@@ -18,6 +18,7 @@ from support.adapters import (
     fitting,
     load_model,
     random_tensors,
+    read_adapter,
     save_adapter,
     weights_of,
 )
@@ -33,7 +34,7 @@ from nanovllm.engine.runner import Runner
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.linear import Packable
 from nanovllm.lora import LoRARequest
-from nanovllm.models.adapter import adapter_of, read_adapter
+from nanovllm.models.adapter import adapter_of
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.digest import weight_parts
 from nanovllm.models.merge import MergedWeights
