@@ -371,6 +371,16 @@ def replicas(**options) -> Replicas:
     return made
 
 
+def test_replicas_get_the_path_of_the_callers_directory(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path)
+    rows = _with_adapters(
+        iter([("p", None), None, ("q", None)]), iter([LoRARequest("a", 1, "a"), LoRARequest("h", 2, "x/y")])
+    )
+    found = [row and row[2].path for row in rows]
+    assert found == [str(tmp_path / "a"), None, "x/y"]
+
+
 def test_a_job_whose_rows_name_no_adapter_warns(caplog):
     for adapters, used in (({"sql": "x"}, {None, "sql"}), ({"sql": "x"}, set()), ({}, {None})):
         warn_if_unused(adapters, used)

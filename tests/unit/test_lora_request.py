@@ -76,6 +76,17 @@ def test_a_fingerprint_changes_with_the_files(tmp_path):
     assert len(seen) == 6
 
 
+def test_another_file_with_the_same_size_and_time_is_seen(tmp_path):
+    """As after cp -p, or if a link leads to another checkpoint."""
+    directory = save_files(tmp_path / "a")
+    path = directory / "adapter_model.safetensors"
+    first, status = LoRARequest("a", 1, directory).fingerprint(), path.stat()
+    (tmp_path / "other").write_bytes(bytes(status.st_size))
+    os.replace(tmp_path / "other", path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert LoRARequest("a", 1, directory).fingerprint() != first
+
+
 def test_a_request_with_changed_files_sees_them(tmp_path):
     """One that is made once and passed to many calls."""
     directory = save_files(tmp_path / "a")
