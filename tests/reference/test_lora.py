@@ -12,7 +12,7 @@ from support.against_transformers import TIE, logit_gap, ragged_prompts, referen
 from support.family_factory import FAMILIES, make_family_model, save_family_model
 from support.long import long
 
-from nanovllm import LLM, LoRARequest, SamplingParams
+from nanovllm import LLM, NOT_YET, LoRARequest, SamplingParams
 
 peft = pytest.importorskip("peft")
 
@@ -333,10 +333,20 @@ def test_a_list_means_the_same_to_generate_and_generate_iter(one):
 def test_a_digest_during_an_iteration_does_not_change_its_weights(one):
     """Between two rows nothing runs, but the iterator is open."""
     with LLM(one.directory, **OPTIONS) as llm:
-        outputs = llm.generate_iter(iter(one.prompts[:2]), GREEDY, lora_request=one.request("a"))
+        may_go_on: list[bool] = []
+
+        def prompts():
+            yield one.prompts[0]
+            while not may_go_on:
+                yield NOT_YET
+            yield one.prompts[1]
+
+        outputs = llm.generate_iter(prompts(), GREEDY, lora_request=one.request("a"))
         first = next(outputs)
+        assert llm.engine.is_finished()
         with pytest.raises(RuntimeError, match="an adapter is merged into the weights"):
             llm.weights_digest()
+        may_go_on.append(True)
         one.check("a", 0, first.token_ids)
         one.check("a", 1, next(outputs).token_ids)
         outputs.close()

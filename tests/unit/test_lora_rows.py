@@ -11,7 +11,8 @@ from support.fake_runner import expected_completion, expected_scores, make_engin
 from support.long import some
 
 from nanovllm import LoRARequest, SamplingParams
-from nanovllm.engine.sequence import BASE, Adapter
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import BASE, Adapter, Sequence
 from nanovllm.guides import StructuredOutputs
 from nanovllm.lora import one_per_row
 from nanovllm.prompts import EncodedPrompt
@@ -114,6 +115,17 @@ def test_rows_of_other_adapters_share_no_keys():
     assert [output.num_cached_tokens for output in run(engine, rows, iter([A, B, C, None]))] == [20, 20, 0, 20]
 
 
+def test_a_hash_that_confuses_adapters_gives_no_wrong_hit():
+    blocks = BlockManager(16, 4, block_hash=lambda parent, tokens: 7 if parent < 10 else parent + 1)
+    for version, num_cached in ((1, 0), (2, 0), (2, 4), (0, 0)):
+        seq = Sequence(version, [1, 2, 3, 4, 5], GREEDY, 16, adapter=Adapter(version))
+        blocks.allocate(seq)
+        assert seq.num_computed_tokens == num_cached
+        seq.num_computed_tokens = 5
+        blocks.register_full_blocks(seq)
+        blocks.deallocate(seq)
+
+
 def test_contexts_of_other_adapters_are_not_forked():
     engine, context = engine_with(), list(range(1, 12))
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
@@ -191,7 +203,10 @@ def test_an_adapter_that_does_not_fit_makes_its_rows_error_rows(caplog):
     engine = engine_with()
     rows = [([index, 2], GREEDY) for index in range(1, 9)]
     chosen = [A, BAD, None, BAD, B, A, BAD, None]
+    set_adapter, asked = engine.runner.set_adapter, []
+    engine.runner.set_adapter = lambda slot, request: asked.append(request) or set_adapter(slot, request)
     outputs = run(engine, rows, iter(chosen))
+    assert asked.count(BAD) == 1, "its files are read once per call"
     assert [output.error for output in outputs if output.lora_request is BAD] == [
         "adapter 'adapter -4' does not fit"
     ] * 3
