@@ -67,17 +67,17 @@ class LoRARequest:
 
     @property
     def name(self) -> str:
-        """`lora_name`, as vLLM calls it too."""
+        """vLLM's other name for `lora_name`."""
         return self.lora_name
 
     @property
     def adapter_id(self) -> int:
-        """`lora_int_id`, as vLLM calls it too."""
+        """vLLM's other name for `lora_int_id`."""
         return self.lora_int_id
 
     @property
     def path(self) -> str:
-        """`lora_path`, as vLLM calls it too."""
+        """vLLM's other name for `lora_path`."""
         return os.fspath(self.lora_path)
 
     def fingerprint(self) -> Hashable:

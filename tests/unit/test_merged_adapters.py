@@ -155,9 +155,9 @@ def test_after_a_failure_anywhere_the_next_switch_is_exact(tiny, fault, monkeypa
     if fault == "copy back":
         owner, name = torch.Tensor, "copy_"
     real = getattr(owner, name)
-    num_failed, place, most_calls = 0, 0, 1
-    while most_calls > place:
-        place, most_calls = place + 1, 0
+    num_failed, place, max_num_calls = 0, 0, 1
+    while max_num_calls > place:
+        place, max_num_calls = place + 1, 0
         for is_after, (start, target) in product((False, True), ((1, 2), (0, 1), (1, 0))):
             merged, failing = MergedWeights(model), Failing(real, place, is_after)
             merged.merge(adapters[start])
@@ -168,7 +168,7 @@ def test_after_a_failure_anywhere_the_next_switch_is_exact(tiny, fault, monkeypa
                 except Planted:
                     num_failed += 1
                     assert merged.is_merged
-            most_calls = max(most_calls, failing.num_calls)
+            max_num_calls = max(max_num_calls, failing.num_calls)
             merged.merge(adapters[2])
             assert_same_bits(weights_of(model), expected)
             merged.merge(None)
