@@ -10,6 +10,7 @@ from nanovllm.layers.shard import Rows, Shard
 from nanovllm.ops.low_rank import AdapterRows, Factors, add_low_rank
 from nanovllm.ops.quantize import Quantized
 
+_NUM_COUNTERS = 2048  # of tiles; a step with more tiles makes its own
 _RANK_MULTIPLE = 16  # matrix units multiply this many numbers at a time
 
 
@@ -43,7 +44,9 @@ class AdapterSlots(nn.Module):
         for parameter in self.parameters():
             parameter.zero_()
         parts = [self.keys.index(each.key) for each in rows for _ in range(each.length)]
-        self._parts = torch.tensor(parts, dtype=torch.int32, device=context.device)  # a sleep leaves it in place
+        # A sleep leaves these in place.
+        self._parts = torch.tensor(parts, dtype=torch.int32, device=context.device)
+        self._counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=context.device)
 
     def clear(self, slot: int) -> None:
         """Sets the factors of a slot to 0."""
@@ -68,5 +71,5 @@ class AdapterSlots(nn.Module):
 
     def forward(self, out: torch.Tensor, x: torch.Tensor | Quantized, adapters: AdapterRows) -> torch.Tensor:
         """Adds the adapters' products to the layer's, `out` [num_tokens, output_size], and returns it."""
-        factors = Factors(self.a, self.b, self.scales, self._parts)
+        factors = Factors(self.a, self.b, self.scales, self._parts, self._counters)
         return add_low_rank(out, x, factors, adapters, self._use_kernels, self._row_ops)

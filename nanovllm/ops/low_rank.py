@@ -46,12 +46,15 @@ class Factors(NamedTuple):
     b: [num_slots, output_size, rank].
     scales: float32 [num_slots, num_parts].
     parts: int32 [output_size], the part that each output belongs to.
+    counters: int32 [num_counters], zeros, which the kernels use and leave as zeros. Kernels that run at the same time
+        need different counters.
     """
 
     a: torch.Tensor
     b: torch.Tensor
     scales: torch.Tensor
     parts: torch.Tensor
+    counters: torch.Tensor
 
 
 class _Tiles(NamedTuple):
@@ -59,6 +62,7 @@ class _Tiles(NamedTuple):
 
     tokens: tokens of a tile.
     num_splits: how many programs of the first kernel share a tile's inputs, so that few tiles occupy all processors.
+        The one that ends last adds their sums.
     outputs: outputs per program of the second kernel.
     """
 
@@ -68,9 +72,9 @@ class _Tiles(NamedTuple):
 
 
 # Maximum number of tokens -> tiles.
-_TILES = {64: _Tiles(16, 16, 128), 512: _Tiles(16, 8, 256), 2048: _Tiles(32, 4, 128)}
+_TILES = {64: _Tiles(16, 32, 128), 512: _Tiles(16, 16, 256), 2048: _Tiles(32, 8, 128)}
 _LARGEST_TILES = _Tiles(32, 1, 128)
-_ONE_SIZE = _TILES[512]  # if results must not depend on the step
+_ONE_SIZE = _Tiles(16, 8, 256)  # if results must not depend on the step
 _INPUT_BYTES = 256  # of each row of inputs and of A that a program multiplies at a time
 
 
@@ -106,11 +110,13 @@ def _tile(order, ordered, num_tokens, TOKENS: tl.constexpr):
 
 @jit(do_not_specialize=["num_tokens"])
 def _shrink_kernel(
-    x, row_scales, a, order, ordered, hidden, num_tokens, x_stride, SIZE: tl.constexpr, WIDTH: tl.constexpr,
-    SPLIT: tl.constexpr, TOKENS: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr, IS_QUANTIZED: tl.constexpr,
+    x, row_scales, a, order, ordered, hidden, counters, num_tokens, x_stride, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr, TOKENS: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr,
+    IS_QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """hidden: [num_splits, num_tokens, WIDTH], A @ x of each token with an adapter, summed over the SPLIT inputs of a
-    split. The grid is (tiles of tokens, tiles of the WIDTH ranks of all parts, splits)."""
+    split. At the end, the sum of all splits replaces the first. The grid is (tiles of tokens, tiles of the WIDTH ranks
+    of all parts, splits)."""
     # In this order: the next kernel reads `order`, `ordered` and `out` before it waits, so they must be complete.
     wait()
     let_next_come()
@@ -119,7 +125,8 @@ def _shrink_kernel(
         rank = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
         column = tl.program_id(2) * SPLIT + tl.arange(0, INPUTS)
         at_x = x + token[:, None] * x_stride + column[None, :]
-        at_hidden = hidden + (tl.program_id(2) * num_tokens + token[:, None]) * WIDTH + rank[None, :]
+        at_first = hidden + token[:, None] * WIDTH + rank[None, :]
+        at_hidden = at_first + tl.program_id(2).to(tl.int64) * num_tokens * WIDTH
         is_rank = rank < WIDTH
         for each in range(first, last + 1):
             is_ours = slot == each
@@ -134,16 +141,27 @@ def _shrink_kernel(
                 if IS_QUANTIZED:
                     total *= tl.load(row_scales + token, is_ours, 0.0)[:, None]
                 tl.store(at_hidden, total, is_ours[:, None] & is_rank[None, :])
+        if NUM_SPLITS > 1:
+            tl.debug_barrier()  # all threads have stored
+            counter = counters + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+            if tl.atomic_add(counter, 1) == NUM_SPLITS - 1:
+                tl.store(counter, 0)
+                is_there = (slot > 0)[:, None] & is_rank[None, :]
+                total = tl.zeros([TOKENS, RANKS], tl.float32)
+                at_split = at_first
+                for _ in tl.static_range(NUM_SPLITS):
+                    total += tl.load(at_split, is_there, 0.0, cache_modifier=".cg")
+                    at_split += num_tokens * WIDTH
+                tl.store(at_first, total, is_there)
 
 
 @jit(do_not_specialize=["num_tokens"])
 def _expand_kernel(
     hidden, b, scales, parts, order, ordered, out, num_tokens, out_stride, OUTPUT_SIZE: tl.constexpr,
-    NUM_PARTS: tl.constexpr, RANK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOKENS: tl.constexpr,
-    OUTPUTS: tl.constexpr, RANKS: tl.constexpr,
+    NUM_PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the splits of `hidden` in their order, multiplies the sum by B and its scale, and adds that to `out`. The
-    grid is (tiles of tokens, tiles of outputs)."""
+    """Multiplies `hidden` by B and its scale, and adds that to `out`. The grid is (tiles of tokens, tiles of
+    outputs)."""
     let_next_come()
     # The kernel before this one waited for these before it let this one start.
     token, slot, first, last = _tile(order, ordered, num_tokens, TOKENS)
@@ -168,8 +186,6 @@ def _expand_kernel(
                         rank = start + tl.arange(0, RANKS)
                         at = hidden + token[:, None] * (NUM_PARTS * RANK) + of_part * RANK + rank[None, :]
                         inner = tl.load(at, is_ours[:, None], 0.0)
-                        for split in tl.static_range(1, NUM_SPLITS):
-                            inner += tl.load(at + split * num_tokens * (NUM_PARTS * RANK), is_ours[:, None], 0.0)
                         factors = tl.load(at_b + rank[:, None], is_part[None, :], 0.0)
                         product = tl.dot(inner.to(factors.dtype), factors, product, input_precision="ieee")
                     scale = tl.load(scales + (each - 1) * NUM_PARTS + of_part)
@@ -198,16 +214,18 @@ def triton_add_low_rank(
     num_splits, num_tiles = triton.cdiv(size, split), triton.cdiv(num_tokens, tiles.tokens)
     hidden = torch.empty((num_splits, num_tokens, width), dtype=torch.float32, device=out.device)
     ranks = min(64, triton.next_power_of_2(width))
-    _shrink_kernel[(num_tiles, triton.cdiv(width, ranks), num_splits)](
-        values, row_scales, factors.a, rows.order, rows.ordered, hidden, num_tokens, values.stride(0), SIZE=size,
-        WIDTH=width, SPLIT=split, TOKENS=tiles.tokens, RANKS=ranks, INPUTS=num_inputs,
-        IS_QUANTIZED=row_scales is not None, num_warps=4, num_stages=4, **LAUNCH_OPTIONS,
+    num_rank_tiles, counters = triton.cdiv(width, ranks), factors.counters
+    if num_splits > 1 and num_tiles * num_rank_tiles > len(counters):
+        counters = torch.zeros(num_tiles * num_rank_tiles, dtype=torch.int32, device=out.device)
+    _shrink_kernel[(num_tiles, num_rank_tiles, num_splits)](
+        values, row_scales, factors.a, rows.order, rows.ordered, hidden, counters, num_tokens, values.stride(0),
+        SIZE=size, WIDTH=width, SPLIT=split, NUM_SPLITS=num_splits, TOKENS=tiles.tokens, RANKS=ranks,
+        INPUTS=num_inputs, IS_QUANTIZED=row_scales is not None, num_warps=4, num_stages=4, **LAUNCH_OPTIONS,
     )  # fmt: skip
     _expand_kernel[(num_tiles, triton.cdiv(output_size, tiles.outputs))](
         hidden, factors.b, factors.scales, factors.parts, rows.order, rows.ordered, out, num_tokens, out.stride(0),
-        OUTPUT_SIZE=output_size, NUM_PARTS=width // rank, RANK=rank, NUM_SPLITS=num_splits, TOKENS=tiles.tokens,
-        OUTPUTS=tiles.outputs, RANKS=min(64, rank & -rank), num_warps=4, num_stages=1,
-        **LAUNCH_OPTIONS,
+        OUTPUT_SIZE=output_size, NUM_PARTS=width // rank, RANK=rank, TOKENS=tiles.tokens, OUTPUTS=tiles.outputs,
+        RANKS=min(64, rank & -rank), num_warps=4, num_stages=1, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return out
 

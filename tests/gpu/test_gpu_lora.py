@@ -163,11 +163,14 @@ def test_kernels_add_what_their_twin_adds(num_tokens, is_quantized, size, output
         torch.randn(num_slots, total, rank, **made) / rank**0.5,
         torch.rand(num_slots, parts, device="cuda") + 0.5,
         torch.repeat_interleave(torch.arange(parts), torch.tensor(outputs)).int().cuda(),
+        torch.zeros(2048, dtype=torch.int32, device="cuda"),
     )
     slots = torch.randint(0, num_slots + 1, (num_tokens,), device="cuda", dtype=torch.int32)
     rows, x = AdapterRows.of(slots), torch.randn(num_tokens, size, **made)
     x = quantize_rows(x) if is_quantized else x
     base = torch.randn(num_tokens, total, **made)
+    add_low_rank(base.clone(), x, factors, rows, use_kernels=True)
+    assert not factors.counters.any()  # as the next call finds them
     found = add_low_rank(base.clone(), x, factors, rows, use_kernels=True)
     expected = add_low_rank(base.clone(), x, factors, rows)
     assert (found - expected).abs().max() <= 0.02 * expected.abs().max()

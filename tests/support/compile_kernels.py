@@ -167,8 +167,9 @@ def launch_low_rank() -> None:
     """Launches each tile on the projections of Qwen3-8B, and on inputs in FP8."""
     dtype, parts, slots = torch.bfloat16, torch.zeros(6144, dtype=torch.int32), torch.zeros(4096, dtype=torch.int32)
     factors = Factors(
-        torch.zeros((8, 48, 4096), dtype=dtype), torch.zeros((8, 6144, 16), dtype=dtype), torch.ones(8, 3), parts
-    )
+        torch.zeros((8, 48, 4096), dtype=dtype), torch.zeros((8, 6144, 16), dtype=dtype), torch.ones(8, 3), parts,
+        torch.zeros(2048, dtype=torch.int32),
+    )  # fmt: skip
     for num_tokens in (1, 256, 1024, 4096):
         rows = AdapterRows.of(slots[:num_tokens])
         x, out = (torch.zeros((num_tokens, width), dtype=dtype) for width in (4096, 6144))
