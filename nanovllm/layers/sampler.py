@@ -80,7 +80,7 @@ class Sampler:
 
     Filters and log-probabilities need a row's whole vocabulary. So each rank then takes a share of the rows, with all
     their columns. In other steps, ranks with a `sampling_exchange` each find the best of their own columns and exchange
-    only those; ranks without one divide the rows in these steps too.
+    only those. Ranks without one, and deterministic ones, divide the rows in these steps too.
 
     Args:
         vocab: this rank's columns.
@@ -157,7 +157,7 @@ class Sampler:
             self._sample_rows(columns[:, : self._vocab.vocab_size], row, needs, tokens, rules)
 
     def _exchanges_best(self, needs: SamplingNeeds) -> bool:
-        is_plain = not needs.has_filters and not needs.logprobs_width
+        is_plain = not needs.has_filters and not needs.logprobs_width and not self._always_float32
         return self._parallel.sampling_exchange is not None and is_plain
 
     def _best_of_columns(

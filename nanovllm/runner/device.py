@@ -75,10 +75,10 @@ def check_can_be_deterministic(config: ModelConfig, device: torch.device, num_ra
     step."""
     if device.type != "cpu" and not has_triton():
         raise ValueError(f"deterministic=True on {device} needs the triton package: pip install triton")
-    if device.type != "cpu" and num_ranks > 1:
+    if device.type != "cpu" and num_ranks > 2:
         raise ValueError(
-            f"deterministic=True was not tested on several GPUs, so tensor_parallel_size={num_ranks} is refused; use 1 "
-            "(a job's --data-parallel-size may be more), or leave deterministic out"
+            f"deterministic=True was tested on one and on two GPUs, so tensor_parallel_size={num_ranks} is refused; "
+            "use 1 or 2 (a job's --data-parallel-size may be more), or leave deterministic out"
         )
     if config.delta_net is not None:
         raise ValueError(

@@ -302,6 +302,40 @@ def test_no_schedule_changes_a_byte_of_small_models(name, tmp_path):
     check_in_small_schedules(name, save(MODELS[name], tmp_path), **options_of(MODELS[name]))
 
 
+# Three heads of keys cannot be divided.
+OF_TWO_RANKS = {name: MODELS[name] for name in ("heads of 128", "qwen3_moe", "fp8 weights")} | {
+    "olmo2": Model("olmo2", {**FAMILY_MODELS["olmo2"][1], "num_attention_heads": 6, "num_key_value_heads": 6})
+}
+
+
+@pytest.mark.parametrize("name", some(OF_TWO_RANKS, "heads of 128", "qwen3_moe"))
+def test_no_schedule_changes_a_byte_of_two_ranks(name, tmp_path):
+    """Two ranks give the bytes of two ranks. They need not be those of one rank."""
+    skip_without(2)
+    began, model, requests = time.monotonic(), OF_TWO_RANKS[name], small_requests()
+    options = {**options_of(model), "tensor_parallel_size": 2}
+    directory = save(model, tmp_path)
+    found = {start: SMALL_STARTS[start].run(directory, requests, **options) for start in SMALL_STARTS}
+    report(f"{name}, two ranks", {name: each for runs in found.values() for name, each in runs.items()}, began)
+    expected, reference = found["captured"]["all at once"]
+    for start, runs in found.items():
+        for schedule, (results, seen) in runs.items():
+            differences = Differences.of(results, expected)
+            assert not differences.numbers, f"{schedule}: {differences}: {differences.numbers}"
+            assert SMALL_STARTS[start].schedules[schedule].happened(seen, reference), f"{schedule}: {seen}"
+
+
+def test_two_ranks_without_the_option_have_other_bytes(tmp_path):
+    skip_without(2)
+    model, requests = MODELS["heads of 128"], small_requests()
+    options = {**options_of(model), "tensor_parallel_size": 2, "deterministic": False}
+    directory = save(model, tmp_path)
+    runs = [SMALL_STARTS[start].run(directory, requests, **options) for start in SMALL_STARTS]
+    differences = Differences.of(next(iter(runs[1].values()))[0], runs[0]["all at once"][0])
+    print(f"two ranks, deterministic=False: {differences}, of {len(requests)}")
+    assert differences.numbers
+
+
 # Rows that pool, and scores
 
 POOLED = (PoolingParams(), PoolingParams("token_embed"), PoolingParams(hidden_states_layers=[0, 1]),
@@ -362,10 +396,10 @@ def test_a_start_finds_products_that_depend_on_the_step(fault, enforce_eager, tm
         LLM(directory, enforce_eager=enforce_eager, max_num_seqs=64, **options_of(model))
 
 
-def test_several_gpus_are_refused(tmp_path):
-    skip_without(2)
-    with pytest.raises(ValueError, match="deterministic=True was not tested on several GPUs"):
-        LLM(save(MODELS["heads of 128"], tmp_path), tensor_parallel_size=2, **options_of(MODELS["heads of 128"]))
+def test_more_than_two_gpus_are_refused(tmp_path):
+    skip_without(4)
+    with pytest.raises(ValueError, match="deterministic=True was tested on one and on two GPUs"):
+        LLM(save(MODELS["heads of 128"], tmp_path), tensor_parallel_size=4, **options_of(MODELS["heads of 128"]))
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "torch", "flash"])
