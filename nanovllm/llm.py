@@ -467,8 +467,8 @@ class LLM(OnePass):
 
         Args:
             level: 1 moves the weights to the host's memory, which is pinned if they were on a GPU and stays reserved
-                from then on. 2 drops them: after `wake_up`, `update_weights` must give all of them before the LLM can
-                generate. On a CPU, level 1 leaves the weights where they are.
+                until a sleep of level 2. 2 drops the weights: after `wake_up`, `update_weights` must give all of them
+                before the LLM can generate. On a CPU, level 1 leaves the weights where they are.
 
         Raises:
             TypeError, ValueError: another level.

@@ -14,6 +14,7 @@ from nanovllm.layers.shard import Shard
 from nanovllm.models.adapter import LowRank, linear_layers
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import expected_of
+from nanovllm.ops.pinned import host_like
 
 _MAX_BYTES = 2**26  # of a float64 matrix; small beside the memory that a full KV cache leaves free
 
@@ -121,8 +122,7 @@ def _beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host. It may still be incomplete, but later work of the device may read it."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor, non_blocking=True)
+    return host_like(tensor).copy_(tensor, non_blocking=True)
 
 
 def _add(shard: Shard, change: LowRank) -> None:

@@ -78,6 +78,7 @@ class ModelRunner(Runner):
         self.settings = settings = read_settings(config, parallel)
         self._sleep_level = 0  # of the last `sleep`, until it is undone
         self._undefined: set[str] = set()  # tensors of the checkpoint whose parameters lack values or mix old and new
+        self._on_host: dict[str, torch.Tensor] = {}  # memory for parameters in sleep, kept for the next one
         handled = sys.exc_info()[1]  # the caller may make an LLM in an `except` block
         try:
             with on_device(settings.device), explained_out_of_memory("the engine", settings.device):
@@ -154,6 +155,7 @@ class ModelRunner(Runner):
             del self.program
         if hasattr(self, "_merged"):
             del self._merged
+        self._on_host.clear()
         _empty_cache(self.settings.device)
 
     # Weights in place
@@ -245,7 +247,11 @@ class ModelRunner(Runner):
                 program.graphs.clear()
             program.backend.keep_buffers(False)
             program.kv_cache.release()
-            (drop if level == 2 else to_host)(program.model)
+            if level == 2:
+                drop(program.model)
+                self._on_host.clear()
+            else:
+                to_host(program.model, self._on_host)
         _empty_cache(self.settings.device)
 
     def wake_up(self) -> None:
@@ -431,11 +437,17 @@ def _with_exchanges(settings: Settings) -> Parallel:
     from nanovllm.ops.sampling_exchange import make_sampling_exchange
 
     width, vocab = settings.model_config.hidden_size, VocabSlice.of(settings.model_config.vocab_size, parallel)
+    exchange = make_exchange(parallel, width, settings.dtype, settings.device)
+    if exchange is None and settings.config.deterministic:
+        raise RuntimeError(
+            "deterministic=True on several GPUs needs GPUs that can reach each other's memory, and these cannot; use "
+            "tensor_parallel_size=1, or leave deterministic out"
+        )
     multiple = row_multiple(parallel)
     max_num_rows = -(-settings.max_num_seqs // multiple) * multiple
     return replace(
         parallel,
-        exchange=make_exchange(parallel, width, settings.dtype, settings.device),
+        exchange=exchange,
         sampling_exchange=make_sampling_exchange(
             parallel, max_num_rows, vocab.size, settings.dtype, settings.device, max_row_size=5 + 2 * MAX_LOGPROBS
         ),

@@ -8,14 +8,16 @@ import torch
 from torch import nn
 
 from nanovllm.layers.linear import Packable
+from nanovllm.ops.pinned import host_like
 
 
-def to_host(model: nn.Module) -> None:
-    """Moves parameters on a GPU to pinned memory of the host."""
-    for parameter in model.parameters():
+def to_host(model: nn.Module, reserved: dict[str, torch.Tensor]) -> None:
+    """Moves parameters on a GPU to pinned memory of the host, which stays in `reserved` for the next time."""
+    for name, parameter in model.named_parameters():
         if parameter.is_cuda:
-            on_host = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu", pin_memory=True)
-            parameter.data = on_host.copy_(parameter)
+            if name not in reserved:
+                reserved[name] = host_like(parameter)
+            parameter.data = reserved[name].copy_(parameter)
 
 
 def drop(model: nn.Module) -> None:

@@ -122,15 +122,19 @@ def test_what_sleeps_gives_its_memory_to_the_driver(tmp_path, eager, level):
         awake = before - free_memory()
         memory = llm.metrics()["memory_bytes"]
         assert awake > sum(memory.values()) > 900 * MIB
-        asleep = []
+        asleep, parameters, places = [], list(llm.engine.runner.program.model.parameters()), set()
         for _ in range(10):
             llm.sleep(level)
+            if level == 1:
+                assert all(parameter.is_pinned() for parameter in parameters)
+                places.add(tuple(parameter.data_ptr() for parameter in parameters))
             asleep.append(before - free_memory())
             llm.wake_up()
         print(f"{awake / MIB:.0f} MiB awake, {[round(used / MIB) for used in asleep]} MiB asleep")
         assert max(asleep) < KEPT and asleep[-1] <= asleep[1] + 32 * MIB
         assert before - free_memory() < awake + 64 * MIB
         if level == 1:
+            assert len(places) == 1  # the host's memory is pinned once
             assert [row[0] for row in generate(llm)] == [row[0] for row in expected]
 
 
