@@ -9,8 +9,10 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from _pytest import runner
 
 pytest.register_assert_rewrite("support")
 
@@ -40,6 +42,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     name = {"not gpu": "gpu", "not real": "real"}
     directories = {directory for part, directory in name.items() if part in config.option.markexpr}
     return True if collection_path.parent == TESTS and collection_path.name in directories else None
+
+
+def _in_one_chunk(function: Callable) -> Callable:
+    """The same function, whose calls do not reach the end of a chunk of Python's stack.
+
+    Since 3.11, Python keeps frames in chunks of 16 KiB. Where a loop's calls begin beyond the end of a chunk, each one
+    takes a new chunk from the system and gives it back. That takes ten times as long as the call, and it made some
+    tests of kernels twice as slow. A frame larger than half a MiB gets a chunk of one MiB, and its callees the rest.
+    """
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    call.__code__ = call.__code__.replace(co_stacksize=2**16)
+    return call
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> object:
+    return _in_one_chunk(runner.pytest_runtest_protocol)(item, nextitem)
 
 
 # Long tests
@@ -73,14 +95,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    from support.interpreter import patch_once_per_launch
+    from support.interpreter import leave_out_overflow_checks, patch_once_per_launch
 
     patch_once_per_launch()
-    # The libraries' objects and the collected tests live to the end. Frozen, they cost a full collection, which some
-    # tests ask for, no time; otherwise it takes tenths of a second.
+    leave_out_overflow_checks()
+    freeze_what_lives()
+    atexit.register(gc.unfreeze)  # else Triton says at the end that its objects leaked
+
+
+def freeze_what_lives() -> None:
+    """The libraries' objects and the collected tests live to the end. Frozen, they cost a full collection, which some
+    tests ask for, no time; otherwise it takes tenths of a second.
+    """
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # else Triton says at the end that its objects leaked
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -110,6 +138,12 @@ def count(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
     """count(default, long): how many runs of something this session makes."""
     option = request.config.option
     return lambda default, long: (long if option.long else default) * option.runs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_imports() -> None:
+    """Tests import libraries too, whose objects the next module freezes."""
+    freeze_what_lives()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -167,7 +167,7 @@ def test_ctrl_c_may_come_at_any_line(llm, expected, count):
     rng = random.Random(1)
     # The two engines take every other line each.
     places = list(visits.items())[llm.engine.depth :: 2]
-    for place, num_visits in rng.sample(places, min(len(places), count(60, len(places)))):
+    for place, num_visits in rng.sample(places, min(len(places), count(25, len(places)))):
         remaining = [rng.randint(1, num_visits)]
 
         def interrupt(file, line, place=place, remaining=remaining):

@@ -23,7 +23,7 @@ def test_the_error_rows_of_killed_runs_count_at_every_point():
 
 @pytest.mark.parametrize(
     "rows",
-    [[], ["--columns"], ["--tasks"], long(["--deterministic", "--tasks"])],
+    [long([]), long(["--columns"]), ["--tasks"], long(["--deterministic", "--tasks"])],
     ids=["plain", "columns", "tasks", "proof"],
 )
 def test_a_kill_at_any_call_that_changes_a_file_loses_and_repeats_nothing(count, rows):

@@ -2,7 +2,7 @@
 
 There is a table per file of nanovllm/. It gives each bug's name, the old text, which the file holds exactly once, the
 new text, and tests of which at least one must fail. A test is named by its file, without the directory, and its
-function; it must be fast. Plain `pytest` plants the historic bugs, `pytest --long` plants all.
+function; it must be fast. Plain `pytest` plants each file's first historic bug, `pytest --long` plants all.
 """
 
 from typing import NamedTuple

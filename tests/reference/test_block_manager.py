@@ -509,8 +509,10 @@ def signature(books: Books) -> tuple:
 
 @pytest.mark.parametrize("num_sequences", some([1, 2, 3], 1, 2))
 @pytest.mark.parametrize("num_blocks", some([1, 2, 3, 4], 1, 2, 3))
-def test_every_state_of_a_small_pool_is_sound(num_blocks, num_sequences):
+def test_every_state_of_a_small_pool_is_sound(num_blocks, num_sequences, request):
+    """Without --long, sequences in the largest pool have one token less."""
     prompts, max_length = (PROMPTS, 6) if num_sequences < 3 else (PROMPTS[1:], 5)
+    max_length -= num_blocks == 3 and num_sequences == 2 and not request.config.option.long
     start = Books(num_blocks, 2)
     seen, queue = {signature(start)}, deque([pickle.dumps(start)])
     max_shared = 0

@@ -11,7 +11,7 @@ from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.demo.problems import is_held_out, problems
 
 # This many are enough to see that a way of running them changes no answer.
-NUM_RUN_AGAIN = 60
+NUM_RUN_AGAIN = 30
 
 
 def answers(num_problems: int = NUM_RUN_AGAIN, **options) -> tuple[list[list[int]], list[str], dict]:

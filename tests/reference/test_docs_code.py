@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.long import some
 from support.pages import BLOCKS, ROOT, Block
 
 from nanovllm import LLM
 from nanovllm.demo import MODEL_DIRECTORY
 
 PYTHON = [block for block in BLOCKS if block.language == "python"]
+SHELL = [block for block in BLOCKS if block.argument("run") is not None]
 NOT_RUN = {
     "docs/integrations.md": [f"{name} is not installed" for name in ("lighteval", "trl", "mteb", "ray", "ray")],
     "docs/lora.md": ["it needs a trainer's model"],
@@ -97,7 +99,7 @@ def test_no_block_is_left_out_silently():
     assert left_out == NOT_RUN
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.argument("run") is not None], ids=str)
+@pytest.mark.parametrize("block", some(SHELL, *SHELL[:1]), ids=str)
 def test_shell_blocks_run(block: Block, tmp_path: Path):
     (tmp_path / "nanovllm").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nanovllm "$@"\n')
     (tmp_path / "nanovllm").chmod(0o755)

@@ -27,12 +27,13 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.quantization import ChannelFp8
 from nanovllm.layers.rotary_embedding import Rotary
 from nanovllm.layers.sampler import SampledRows, Sampler, SamplingNeeds
-from nanovllm.ops import library, ordered_product
+from nanovllm.ops import exchange, library, ordered_product
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.norm import sums_of_squares
 from nanovllm.ops.ordered_product import OrderedProducts, triton_ordered_product
 from nanovllm.ops.quantize import E4M3
 from nanovllm.runner import device as device_module
+from nanovllm.runner import model_runner
 from nanovllm.runner.device import check_can_be_deterministic
 from nanovllm.runner.token_rules import TokenRulesTable
 from nanovllm.sampling_params import SamplingParams
@@ -325,6 +326,7 @@ def ordered_attention(case, max_num_seqs: int = 16) -> tuple[OrderedAttention, t
     return backend, backend.attend(q, k, v, case.cache, case.metadata, case.window)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("group_size, head_dim", [(1, 32), (2, 64), (3, 40), (4, 128), (65, 16)])
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("is_fp8", [False, True])
@@ -394,12 +396,33 @@ def test_attention_that_cannot_keep_the_promise_is_refused(device, name, block_s
         make_attention_backend(name, shape_on(device), block_size)
 
 
-def test_several_gpus_and_a_gpu_without_triton_are_refused(monkeypatch):
+def test_more_than_two_gpus_and_a_gpu_without_triton_are_refused(monkeypatch):
     config, gpu = SimpleNamespace(delta_net=None), torch.device("cuda")
     check_can_be_deterministic(config, gpu, 1)
-    check_can_be_deterministic(config, CPU, 2)
-    with pytest.raises(ValueError, match="not tested on several GPUs, so tensor_parallel_size=2 is refused"):
-        check_can_be_deterministic(config, gpu, 2)
+    check_can_be_deterministic(config, gpu, 2)
+    check_can_be_deterministic(config, CPU, 4)
+    with pytest.raises(ValueError, match="tested on one and on two GPUs, so tensor_parallel_size=4 is refused"):
+        check_can_be_deterministic(config, gpu, 4)
     monkeypatch.setattr(device_module, "has_triton", lambda: False)
     with pytest.raises(ValueError, match="needs the triton package"):
         check_can_be_deterministic(config, gpu, 1)
+
+
+def test_gpus_that_cannot_reach_each_others_memory_are_refused(monkeypatch):
+    """NCCL rounds the ranks' sums otherwise than the exchange does."""
+    settings = SimpleNamespace(
+        parallel=Parallel(0, 2), is_gpu=True, use_kernels=True, dtype=torch.bfloat16, device=torch.device("cuda"),
+        model_config=SimpleNamespace(hidden_size=64, vocab_size=96), config=SimpleNamespace(deterministic=True),
+    )  # fmt: skip
+    monkeypatch.setattr(exchange, "make_exchange", lambda *_: None)
+    with pytest.raises(RuntimeError, match="GPUs that can reach each other's memory, and these cannot"):
+        model_runner._with_exchanges(settings)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_row_is_sampled_from_its_whole_vocabulary(deterministic):
+    """Otherwise a row with filters would change how the others are sampled."""
+    parallel = Parallel(0, 2, sampling_exchange="an exchange")
+    sampler = Sampler(VocabSlice.of(96, parallel), parallel, use_kernels=True, deterministic=deterministic)
+    assert sampler._exchanges_best(SamplingNeeds()) != deterministic
+    assert not sampler._exchanges_best(SamplingNeeds(has_filters=True))

@@ -1,7 +1,7 @@
 """A request gives the same tokens beside any other requests, in float32 on the CPU."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from support.model_factory import TINY, save_model
 from nanovllm import LLM, PoolingParams, SamplingParams
 from nanovllm.runner import settings
 
-NUM_REQUESTS = 64
+# In a default run, and with --long.
+NUM_REQUESTS = (40, 64)
 MAX_TOKENS = 12
 # Kinds of rows, used in turn: two that transformers' logits alone explain, and two whose tokens depend on earlier ones.
 KINDS: tuple[dict[str, Any], ...] = (
@@ -33,8 +34,8 @@ class Schedule:
     """One way to run the requests: `rows` in this order, in generate calls of `call_size`, `num_times` times."""
 
     options: dict[str, Any]
-    rows: list[int] = field(default_factory=lambda: list(range(NUM_REQUESTS)))
-    call_size: int = NUM_REQUESTS
+    rows: list[int]
+    call_size: int = max(NUM_REQUESTS)
     num_times: int = 1
 
 
@@ -56,7 +57,7 @@ def model(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def requests() -> list[tuple[list[int], SamplingParams]]:
+def requests(request) -> list[tuple[list[int], SamplingParams]]:
     """Prompts of 1 to 60 tokens, most of them with a shared beginning, with each of KINDS in turn."""
     rng = random.Random(0)
 
@@ -69,7 +70,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
             rng.choice(beginnings) + tokens(rng.randrange(1, 28)),
             SamplingParams(**KINDS[row % len(KINDS)], max_tokens=MAX_TOKENS, ignore_eos=True, seed=row),
         )
-        for row in range(NUM_REQUESTS)
+        for row in range(NUM_REQUESTS[request.config.option.long])
     ]
 
 
@@ -80,7 +81,7 @@ def alone(model, requests) -> list[list[int]]:
     with LLM(model.directory, device="cpu", **options) as llm:
         completions = [llm.generate([prompt], params, use_tqdm=False)[0].token_ids for prompt, params in requests]
     # Completions that repeat one token would hide most faults.
-    assert sum(len(set(completion)) > 3 for completion in completions) > 0.8 * NUM_REQUESTS
+    assert sum(len(set(completion)) > 3 for completion in completions) > 0.8 * len(requests)
     return completions
 
 
@@ -91,33 +92,34 @@ def candidates_gap(model, prompt: list[int], params: SamplingParams, ours: list[
     return abs(float(scores[ours[at]] - scores[theirs[at]]))
 
 
-def schedules() -> dict[str, Schedule]:
-    everything = list(range(NUM_REQUESTS))
-    shuffled = [random.Random(seed).sample(everything, NUM_REQUESTS) for seed in range(2)]
+def schedules(num_requests: int) -> dict[str, Schedule]:
+    everything = list(range(num_requests))
+    shuffled = [random.Random(seed).sample(everything, num_requests) for seed in range(2)]
     half_running = {"kvcache_block_size": 4, "max_num_seqs": 13}
     found = {
         f"calls of {size}": Schedule({"kvcache_block_size": 4}, everything[: 10 * size], call_size=size)
         for size in (1, 2, 5, 8, 20, 33, 64)
     }
-    found |= {f"{size} at a time": Schedule({"max_num_seqs": size}) for size in (3, 12, 31)}
+    found |= {f"{size} at a time": Schedule({"max_num_seqs": size}, everything) for size in (3, 12, 31)}
     found |= {f"shuffled {i}": Schedule(half_running, rows) for i, rows in enumerate(shuffled)}
     found |= {
         f"chunks of {size}": Schedule({"kvcache_block_size": 3, "max_num_batched_tokens": size}, shuffled[0])
         for size in (7, 17, 64)
     }
     found["chunks of 1"] = Schedule({"kvcache_block_size": 2, "max_num_batched_tokens": 1}, everything[:6])
-    found["cache off"] = Schedule({"enable_prefix_caching": False, "kvcache_block_size": 4})
+    found["cache off"] = Schedule({"enable_prefix_caching": False, "kvcache_block_size": 4}, everything)
     found["cache warm"] = Schedule({"kvcache_block_size": 4}, shuffled[1], num_times=2)
-    found["blocks of 1, warm"] = Schedule({"kvcache_block_size": 1}, num_times=2)
+    found["blocks of 1, warm"] = Schedule({"kvcache_block_size": 1}, everything, num_times=2)
     # The longest request takes 72 places, so that running requests are preempted again and again.
     found["tiny pool of large blocks"] = Schedule({"kvcache_block_size": 16, "num_kvcache_blocks": 7}, shuffled[1])
-    found["tiny pool of blocks of 1"] = Schedule({"kvcache_block_size": 1, "num_kvcache_blocks": 90})
+    found["tiny pool of blocks of 1"] = Schedule({"kvcache_block_size": 1, "num_kvcache_blocks": 90}, everything)
     found["tiny pool"] = Schedule({"kvcache_block_size": 2, "num_kvcache_blocks": 40}, shuffled[0])
     found["tiny pool, no cache, chunks"] = Schedule(
         {
             "kvcache_block_size": 4, "num_kvcache_blocks": 30, "enable_prefix_caching": False,
             "max_num_batched_tokens": 33,
-        }
+        },
+        everything,
     )  # fmt: skip
     return found
 
@@ -145,7 +147,7 @@ def test_the_schedule_changes_no_token(model, requests, alone, engine, request):
     In a default run, each engine takes some of the schedules."""
     backend, overlap = engine
     num_rows = num_ties = num_preemptions = num_cached_tokens = 0
-    is_long, every = request.config.option.long, schedules()
+    is_long, every = request.config.option.long, schedules(len(requests))
     for name in every if is_long else (WITH_STATES if model.has_states else ENGINES)[engine]:
         schedule = every[name]
         options = {"attention_backend": backend, "overlap": overlap, "device": "cpu", "cache_canary": True}
@@ -169,9 +171,9 @@ def test_the_schedule_changes_no_token(model, requests, alone, engine, request):
     print(f"{num_rows} rows, {num_ties} ties, {num_preemptions} preemptions, {num_cached_tokens} cached tokens")
     assert num_ties <= num_rows / 100
     if is_long or not model.has_states:
-        assert num_preemptions > (50 if is_long else 5) and num_cached_tokens > (10000 if is_long else 3000)
+        assert num_preemptions > (50 if is_long else 5) and num_cached_tokens > (10000 if is_long else 1800)
     else:
-        assert num_preemptions >= 5 * ("tiny pool" in WITH_STATES[engine]) and num_cached_tokens > 1000
+        assert num_preemptions >= 5 * ("tiny pool" in WITH_STATES[engine]) and num_cached_tokens > 700
 
 
 POOLED = (
@@ -192,7 +194,7 @@ def pooled(model, requests) -> list[tuple[list[int], PoolingParams, np.ndarray]]
 def test_nor_any_number_of_rows_that_pool(model, requests, pooled, engine, request):
     """They are computed between the rows that generate, and one call takes all rows of a schedule."""
     backend, overlap = engine
-    every, chosen = schedules(), (WITH_STATES if model.has_states else ENGINES)[engine]
+    every, chosen = schedules(len(requests)), (WITH_STATES if model.has_states else ENGINES)[engine]
     for name in every if request.config.option.long else chosen[-1:]:
         options = {"attention_backend": backend, "overlap": overlap, "device": "cpu", "cache_canary": True}
         options |= every[name].options
@@ -210,7 +212,7 @@ def test_every_token_is_the_best_of_its_perturbed_scores(model, requests, alone)
     """The tokens on which all schedules agree are right: the argmax of transformers' logits over the temperature plus
     noise.
     """
-    plain = [row for row in range(NUM_REQUESTS) if row % len(KINDS) < NUM_PLAIN]
+    plain = [row for row in range(len(requests)) if row % len(KINDS) < NUM_PLAIN]
     for (prompt, params), completion in ((requests[row], alone[row]) for row in plain):
         scores = perturbed_scores(model, prompt, params, completion)
         of_chosen = scores[range(len(completion)), completion]

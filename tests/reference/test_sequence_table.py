@@ -1101,6 +1101,7 @@ def test_every_batch_of_a_random_run_is_what_plain_loops_make(overlap, is_padded
     assert (runner.num_in_flight > 0) == overlap and (runner.num_padding > 0) == is_padded
 
 
+@pytest.mark.grid(1)
 @OVERLAP
 @pytest.mark.parametrize("is_padded", [False, True], ids=["eager", "padded"])
 def test_every_batch_of_the_kernel_is_what_plain_loops_make(overlap, is_padded):

@@ -1,5 +1,6 @@
 """What rows of one forward pass should return, computed plainly with transformers."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from support.family_factory import save_family_model
 from support.model_factory import TINY
 
 
+@lru_cache(maxsize=20)
 @torch.inference_mode()
-def states_of(model: Any, token_ids: list[int]) -> list[torch.Tensor]:
+def states_of(model: Any, token_ids: tuple[int, ...]) -> list[torch.Tensor]:
     """The hidden states [num_tokens, hidden_size] of the embedding, each layer and the final norm, in the model's
     dtype."""
     found = model(input_ids=torch.tensor([token_ids]), output_hidden_states=True).hidden_states
@@ -39,7 +41,7 @@ def expected_arrays(model: Any, token_ids: list[int], params: PoolingParams) -> 
     if params.task == "label":
         totals = torch.tensor([log_probability(model, token_ids, list(label)) for label in params.labels])
         return {"data": totals.softmax(0).numpy(), "logprobs": totals.numpy()}
-    states = states_of(model, token_ids)
+    states = states_of(model, tuple(token_ids))
     of_layers = [states[layer] for layer in params.hidden_states_layers]
     if params.task == "token_embed":
         array = F.normalize(states[-1], dim=1) if params.normalize else states[-1]

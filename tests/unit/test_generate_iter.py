@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.fake_runner import make_engine
-from support.long import some
+from support.long import long, some
 from support.model_factory import save_demo_model
 from tqdm.auto import tqdm
 
@@ -123,7 +123,12 @@ def test_the_first_step_waits_only_for_what_fills_it(text, num_tokens, num_read)
 
 @pytest.mark.parametrize(
     "num_tokens, read",
-    [(1, [544, 32, 32]), (128, [256, 128, 128, 128, 32]), (1100, [256, *[32] * 10, 8]), (10**5, [256, *[32] * 10, 8])],
+    [
+        (1, [544, 32, 32]),
+        (128, [256, 128, 128, 128, 32]),
+        (1100, [256, *[32] * 10, 8]),
+        long(10**5, [256, *[32] * 10, 8]),
+    ],
 )
 def test_few_rows_are_read_per_step_when_no_place_is_left(num_tokens, read):
     """Running rows wait during a read, and a long row takes longer to read."""
@@ -290,7 +295,7 @@ def test_a_request_keeps_the_parameters_that_it_was_read_with(llm):
 
 def test_generate_keeps_the_parameters_of_the_call(llm):
     """Rows are read while others run, and the progress bar is the user's."""
-    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
     def changes(**named):
         params.max_tokens = 9
@@ -298,7 +303,7 @@ def test_generate_keeps_the_parameters_of_the_call(llm):
 
     prompts = [f"Row {index}" for index in range(600)]
     outputs = llm.generate(prompts, params, changes)
-    assert {len(output.token_ids) for output in outputs} == {2} and params.max_tokens == 9
+    assert {len(output.token_ids) for output in outputs} == {1} and params.max_tokens == 9
 
 
 def test_the_engine_keeps_a_copy_of_the_parameters_and_checks_them(llm):
@@ -426,7 +431,8 @@ def pair(llm_for_two, expected):
     gc.collect()
     assert llm_for_two.engine.is_finished()
     llm_for_two.engine.scheduler.check_integrity()
-    assert list(map(plain, llm_for_two.generate(PROMPTS, PARAMS, use_tqdm=False))) == list(map(plain, expected))
+    later = llm_for_two.generate(PROMPTS[:8], PARAMS[:8], use_tqdm=False)
+    assert list(map(plain, later)) == list(map(plain, expected[:8]))
 
 
 @pytest.fixture
@@ -784,14 +790,15 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def test_memory_stays_flat_however_many_rows_there_are():
-    params, engine = SamplingParams(max_tokens=1), FakeEngine()
-    source = (([index % 50] * 20, params) for index in range(150_000))
+def test_memory_stays_flat_however_many_rows_there_are(count):
+    """A row may keep 250 bytes."""
+    params, engine, num_rows = SamplingParams(max_tokens=1), FakeEngine(), count(60_000, 150_000)
+    source = (([index % 50] * 20, params) for index in range(num_rows))
     rows = RowStream(engine, Text(None), source, Text(None).encode, StructuredOutputs(None, 8, []))
     num_found, at_start = 0, None
     for finished in rows.run():
         num_found += len(finished)
-        if at_start is None and num_found > 30_000:
+        if at_start is None and num_found > num_rows // 5:
             at_start = resident_bytes()
-    assert num_found == rows.num_read == 150_000
-    assert resident_bytes() - at_start < 30 * 2**20
+    assert num_found == rows.num_read == num_rows
+    assert resident_bytes() - at_start < 250 * (num_rows - num_rows // 5)

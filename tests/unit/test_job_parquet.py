@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_llm import FakeLLM
+from support.long import long
 
 from nanovllm import CompletionOutput, RequestOutput, TokenLogprobs
 from nanovllm.demo import MODEL_DIRECTORY
@@ -301,7 +302,7 @@ def test_the_digest_is_of_the_whole_file(tmp_path):
     assert len(digests) == 2
 
 
-@pytest.mark.parametrize(("size", "most"), [(3_000, 40_000), (1_000_000, 120)])
+@pytest.mark.parametrize(("size", "most"), [(3_000, 40_000), long(1_000_000, 120)])
 def test_one_large_row_group_is_not_read_as_a_whole(tmp_path, size, most, count):
     """The peak is not that of getrusage, which a process inherits from the one that started it."""
     program = (

@@ -58,7 +58,7 @@ def test_the_summary_says_how_many_long_tests_were_left_out(tmp_path):
         environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # starts sooner
         return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
 
-    shown = run("-p", "xdist.plugin", "-n2")
+    shown = run("-p", "xdist.plugin", "-n1")
     assert "14 passed" in shown and "21 long tests were left out; run them with pytest --long" in shown, shown
     shown = run("--long", "-k", "not three_axes")
     assert "8 passed" in shown and "left out" not in shown, shown

@@ -504,7 +504,7 @@ def test_an_output_keeps_no_array_of_a_whole_step(model, params):
 
 
 def test_memory_stays_flat_over_many_rows(llm):
-    for _ in llm.embed_iter(([1 + n % 200, 2] for n in range(600)), ordered=False):
+    for _ in llm.embed_iter(([1 + n % 200, 2] for n in range(200)), ordered=False):
         assert len(llm.engine._unfinished) <= 32
 
 

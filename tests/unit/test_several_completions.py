@@ -32,10 +32,11 @@ def apart() -> list[list]:
     """Eight requests per prompt, with the derived seeds."""
     with make_llm() as llm:
         return [
-            [
-                llm.generate(prompt, replace(EIGHT, n=1, seed=completion_seed(11 + row, index)), use_tqdm=False)[0]
-                for index in range(8)
-            ]
+            llm.generate(
+                [prompt] * 8,
+                [replace(EIGHT, n=1, seed=completion_seed(11 + row, index)) for index in range(8)],
+                use_tqdm=False,
+            )
             for row, prompt in enumerate(PROMPTS)
         ]
 
@@ -130,10 +131,8 @@ def test_stop_strings_end_each_completion_by_itself():
     params = SamplingParams(temperature=2.0, max_tokens=40, n=12, stop=["a", "e", " "], seed=1)
     with make_llm() as llm:
         (out,) = llm.generate("Tell:", params, use_tqdm=False)
-        apart = [
-            llm.generate("Tell:", replace(params, n=1, seed=completion_seed(1, index)), use_tqdm=False)[0]
-            for index in range(12)
-        ]
+        seeded = [replace(params, n=1, seed=completion_seed(1, index)) for index in range(12)]
+        apart = llm.generate(["Tell:"] * 12, seeded, use_tqdm=False)
     assert [(each.text, each.stop_reason) for each in out.outputs] == [
         (each.text, each.outputs[0].stop_reason) for each in apart
     ]
@@ -156,7 +155,7 @@ def test_an_iterator_gives_a_prompt_when_all_its_completions_have_finished():
 def test_the_window_of_an_iterator_counts_completions():
     """Otherwise prompts with a thousand completions each would be read as far ahead as those with one."""
     engine_holds = []
-    params = SamplingParams(n=8, max_tokens=2, ignore_eos=True)
+    params = SamplingParams(n=8, max_tokens=1, ignore_eos=True)
     with make_llm(max_num_seqs=4) as llm:
         outputs = llm.generate_iter(iter([[65, 66]] * 10_000), params)
         for _, _ in zip(range(150), outputs, strict=False):

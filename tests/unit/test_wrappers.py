@@ -11,6 +11,7 @@ import torch
 import transformers
 from support.family_factory import FAMILIES, RECURRENT, WRAPPED, save_family_model
 from support.fp8_factory import compressed, quantized_copy
+from support.long import long
 from support.model_factory import edit_config, read_tensors, write_tensors
 from support.thread_ranks import logits_of, on_ranks
 from support.weight_updates import OPTIONS, generate, make_llm, of_fresh_llm
@@ -576,7 +577,8 @@ def test_fp8_weights_of_a_wrapper_are_those_of_its_text_part_alone(tmp_path):
 
 
 WITH_TRAINERS_NAMES = [
-    ("gemma3_wrapped", 1), ("qwen3_moe", 1), ("qwen3_vl_moe", 2), ("qwen3_next", 1), ("qwen3_5_moe_wrapped", 2),
+    ("gemma3_wrapped", 1), ("qwen3_moe", 1), ("qwen3_vl_moe", 1), long("qwen3_vl_moe", 2), ("qwen3_next", 1),
+    ("qwen3_5_moe_wrapped", 2),
 ]  # fmt: skip
 
 
