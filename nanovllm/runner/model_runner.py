@@ -78,7 +78,7 @@ class ModelRunner(Runner):
         self.settings = settings = read_settings(config, parallel)
         self._sleep_level = 0  # of the last `sleep`, until it is undone
         self._undefined: set[str] = set()  # tensors of the checkpoint whose parameters lack values or mix old and new
-        self._on_host: dict[str, torch.Tensor] = {}  # memory for parameters in sleep, kept for the next one
+        self._on_host: dict[str, torch.Tensor] = {}  # reserved for the parameters during a sleep
         handled = sys.exc_info()[1]  # the caller may make an LLM in an `except` block
         try:
             with on_device(settings.device), explained_out_of_memory("the engine", settings.device):

@@ -33,10 +33,10 @@ def patch_once_per_launch() -> None:
 
 
 def leave_out_overflow_checks() -> None:
-    """Lets the interpreter compute no sum or product of integers twice.
+    """Stops the interpreter from computing each sum and product of integers twice.
 
-    It computes each again in 64 bits, to assert that it did not overflow, but without `debug` it leaves the assertion
-    out. This takes half of the time of a kernel that computes many addresses.
+    It computes the second one in 64 bits, to assert that the first did not overflow. Without `debug` it skips the
+    assertion, but not the computation, which is half of the time of a kernel that computes many addresses.
     """
     builder: Any = getattr(sys.modules.get("triton.runtime.interpreter"), "interpreter_builder", None)
     options = getattr(builder, "options", None)

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.weight_updates import make_llm
+from torch import nn
 
+from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.ops.pinned import host_like
+from nanovllm.runner.weights_in_place import to_host
 
 
 class Driver:
@@ -108,3 +112,54 @@ def test_memory_for_a_tensor_of_a_cpu_is_not_pinned():
     tensor = torch.ones(2, 3)
     copy = host_like(tensor)
     assert copy.shape == (2, 3) and copy.dtype == tensor.dtype and copy.data_ptr() != tensor.data_ptr()
+
+
+# Parameters of a model that sleeps
+
+
+class OnGpu(nn.Parameter):
+    """A parameter that says that it is on a GPU, also after its data have moved."""
+
+    is_cuda = True
+
+
+def two_parameters() -> nn.Module:
+    model = nn.Module()
+    model.first, model.second = OnGpu(torch.ones(3)), OnGpu(torch.full((2, 2), 2.0))
+    return model
+
+
+def test_a_second_sleep_takes_the_memory_of_the_first(driver):
+    model, reserved = two_parameters(), {}
+    to_host(model, reserved)
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    assert set(places.values()) == set(driver.pinned)
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 1  # awake, with other values
+    assert len(driver.pinned) == 2, "the memory stays reserved"
+    to_host(model, reserved)
+    assert places == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    assert model.first.tolist() == [2, 2, 2] and model.second.tolist() == [[3, 3], [3, 3]]
+
+
+def test_a_sleep_that_could_not_pin_all_memory_can_be_repeated(driver):
+    model, reserved = two_parameters(), {}
+    driver.num_left = 1
+    with pytest.raises(RuntimeError, match="cannot pin 16 bytes"):
+        to_host(model, reserved)
+    driver.num_left = 1
+    to_host(model, reserved)
+    assert model.first.tolist() == [1, 1, 1] and model.second.tolist() == [[2, 2], [2, 2]]
+    assert {parameter.data_ptr() for parameter in model.parameters()} == set(driver.pinned)
+
+
+def test_a_deep_sleep_and_a_close_free_the_reserved_memory():
+    with make_llm(MODEL_DIRECTORY) as llm:
+        runner = llm.engine.runner
+        runner._on_host["a parameter"] = torch.ones(1)
+        llm.sleep()
+        assert runner._on_host
+        llm.sleep(2)
+        assert not runner._on_host
+        runner._on_host["a parameter"] = torch.ones(1)
+    assert not runner._on_host
