@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.family_factory import FAMILIES, RECURRENT, make_family_model, save_divisible_model, save_family_model
-from support.interpreter import multiply_bfloat16
+from support.interpreter import multiply_bfloat16, shuffle_programs
 from support.long import long, some
 from support.model_factory import make_model, read_tensors, save_model
 from support.slot_adapters import (
@@ -129,6 +129,18 @@ def test_tiles_of_all_sizes_add_the_same(num_tokens):
     torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
     assert len({low_rank.low_rank_variant(number) for number in (1, 64, 65, 512, 513, 2048, 2049, 10**5)}) == 4
     assert low_rank.low_rank_variant(1) == low_rank.low_rank_variant(64)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_programs_may_run_in_any_order(monkeypatch, seed):
+    """Three tiles of tokens, two of ranks and ten splits: each tile counts for itself, and the sum has an order of its
+    own."""
+    factors, generator = make_factors(2, 600, TWO, 48), torch.Generator().manual_seed(seed)
+    rows = AdapterRows.of(torch.randint(0, 3, (40,), generator=generator, dtype=torch.int32))
+    x, out = (torch.randn(40, width, generator=generator) for width in (600, 40))
+    expected = add_low_rank(out.clone(), x, factors, rows, use_kernels=True)
+    shuffle_programs(monkeypatch, seed)
+    assert torch.equal(add_low_rank(out.clone(), x, factors, rows, use_kernels=True), expected)
 
 
 def test_a_nan_stays_in_its_row():

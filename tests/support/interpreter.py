@@ -1,8 +1,10 @@
 """Triton's interpreter, in which kernels run on a machine without a GPU, made faster."""
 
+import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 
@@ -42,6 +44,25 @@ def leave_out_overflow_checks() -> None:
     options = getattr(builder, "options", None)
     if hasattr(options, "sanitize_overflow") and not options.debug:
         builder.options = replace(options, sanitize_overflow=False)
+
+
+def shuffle_programs(monkeypatch: Any, seed: int) -> None:
+    """Lets the interpreter run each kernel's programs in a random order, as a GPU may. By itself it runs the last axis
+    first."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    set_grid_dim, set_grid_idx = InterpreterBuilder.set_grid_dim, InterpreterBuilder.set_grid_idx
+    rng = random.Random(seed)
+    order: Iterator[tuple[int, ...]] = iter(())
+
+    def begin(self: Any, *sizes: int) -> None:
+        nonlocal order
+        programs = list(product(*map(range, sizes)))
+        order = iter(rng.sample(programs, len(programs)))
+        set_grid_dim(self, *sizes)
+
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_dim", begin)
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", lambda self, *_: set_grid_idx(self, *next(order)))
 
 
 def multiply_bfloat16(monkeypatch: Any) -> None:
